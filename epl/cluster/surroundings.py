@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from epl.cluster.hostlist import expand_counts, expand_hosts
-from epl.errors import ClusterError, list_problems
+from epl.cluster.variables import VariableReader
+from epl.errors import ClusterError
 
 Kind = Literal["epl-launch", "torchrun", "slurm", "openmpi", "single"]
 LOOPBACK = "127.0.0.1"
@@ -72,7 +73,7 @@ class EplLaunch:
     def detect(environ: Mapping[str, str]) -> Surroundings | None:
         if not {"EPL_LAUNCH_NUM_WORKERS", "EPL_LAUNCH_GPU_PER_WORKER"} & environ.keys():
             return None
-        read = _Reader(environ, "started by epl-launch", "start the script with epl-launch again")
+        read = VariableReader(environ, "started by epl-launch", "start the script with epl-launch again")
         workers = read.integer("EPL_LAUNCH_NUM_WORKERS", minimum=1)
         per_worker = read.integer("EPL_LAUNCH_GPU_PER_WORKER", minimum=1)
         return _elastic(read, "epl-launch", workers=workers, per_worker=per_worker)
@@ -86,7 +87,7 @@ class Torchrun:
         if not {"RANK", "TORCHELASTIC_RUN_ID"} & environ.keys():
             return None
         remedy = "start with epl-launch or torchrun, which set all of them, or unset RANK, WORLD_SIZE and LOCAL_RANK"
-        return _elastic(_Reader(environ, "started by torchrun (RANK is set)", remedy), "torchrun")
+        return _elastic(VariableReader(environ, "started by torchrun (RANK is set)", remedy), "torchrun")
 
 
 class OpenMpi:
@@ -96,7 +97,9 @@ class OpenMpi:
     def detect(environ: Mapping[str, str]) -> Surroundings | None:
         if "OMPI_COMM_WORLD_RANK" not in environ:
             return None
-        read = _Reader(environ, "started by OpenMPI (OMPI_COMM_WORLD_RANK is set)", "start it with mpirun -n <ranks>")
+        read = VariableReader(
+            environ, "started by OpenMPI (OMPI_COMM_WORLD_RANK is set)", "start it with mpirun -n <ranks>"
+        )
         rank = read.integer("OMPI_COMM_WORLD_RANK")
         size = read.integer("OMPI_COMM_WORLD_SIZE", minimum=1)
         local_rank = read.integer("OMPI_COMM_WORLD_LOCAL_RANK")
@@ -142,7 +145,9 @@ class Slurm:
         step_name = next((n for n in ("SLURM_STEP_ID", "SLURM_STEPID") if n in environ), None)
         if step_name is None or "SLURM_PROCID" not in environ:
             return None
-        read = _Reader(environ, "started by srun (SLURM_STEP_ID is set)", "start it with srun --ntasks-per-node=<n>")
+        read = VariableReader(
+            environ, "started by srun (SLURM_STEP_ID is set)", "start it with srun --ntasks-per-node=<n>"
+        )
         step = read.integer(step_name)
         if read.good and step >= Slurm.FIRST_SPECIAL_STEP:
             return None
@@ -216,56 +221,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Surroundings:
     raise AssertionError("a single process is always possible")
 
 
-class _Reader:
-    """Reads variables and remembers everything that is wrong with them, for one error at the end."""
-
-    def __init__(self, environ: Mapping[str, str], who: str, remedy: str) -> None:
-        self.environ, self._who, self._remedy = environ, who, remedy
-        self._problems: list[str] = []
-        self._unread: set[str] = set()
-
-    @property
-    def good(self) -> bool:
-        return not self._problems
-
-    def problem(self, text: str) -> None:
-        self._problems.append(text)
-
-    def first(self, *names: str) -> str:
-        """The first of several names that is set; the first of all if none is."""
-        return next((name for name in names if name in self.environ), names[0])
-
-    def integer(self, name: str, *, minimum: int = 0, default: int | None = None) -> int:
-        text = self.environ.get(name, "").strip()
-        if not text and default is not None:
-            return default
-        if text.isascii() and text.isdecimal() and int(text) >= minimum:
-            return int(text)
-        self._unread.add(name)
-        self.problem(
-            f"{name} must be a whole number from {minimum} on, found {text!r}" if text else f"{name} is missing"
-        )
-        return minimum
-
-    def port(self, default: int | None = None) -> int:
-        port = self.integer("MASTER_PORT", minimum=1, default=default)
-        if port > 65535:
-            self.problem(f"MASTER_PORT must be at most 65535, found {port}")
-        return port
-
-    def compare(self, name: str, index: int, count_name: str, count: int) -> None:
-        """An index must be below its count. Silent if one of them could not be read: that is reported already."""
-        if index >= count and not {name, count_name} & self._unread:
-            self.problem(f"{name} = {index} must be below {count_name} = {count}")
-
-    def finish(self) -> None:
-        if self._problems:
-            raise ClusterError(
-                list_problems(f"this process was {self._who}, but", self._problems) + f"\nRemedy: {self._remedy}."
-            )
-
-
-def _elastic(read: _Reader, kind: Kind, *, workers: int = 0, per_worker: int = 0) -> Surroundings:
+def _elastic(read: VariableReader, kind: Kind, *, workers: int = 0, per_worker: int = 0) -> Surroundings:
     """The surroundings from torch elastic's variables; without a count of workers, each node is one."""
     environ = read.environ
     rank, size = read.integer("RANK"), read.integer("WORLD_SIZE", minimum=1)
@@ -324,7 +280,7 @@ def _uneven(total: str, local_size: int, node_count: int | None = None) -> str:
     )
 
 
-def _first_host(read: _Reader) -> str:
+def _first_host(read: VariableReader) -> str:
     name = read.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if not read.environ.get(name, "").strip():
         read.problem(f"{name} is missing, so the first host is unknown; MASTER_ADDR would do as well")
@@ -336,7 +292,7 @@ def _first_host(read: _Reader) -> str:
         return ""
 
 
-def _tasks_here(read: _Reader, size_name: str, size: int, nodes_name: str, node_count: int) -> int:
+def _tasks_here(read: VariableReader, size_name: str, size: int, nodes_name: str, node_count: int) -> int:
     """How many tasks every node of the step has."""
     name = read.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     text = read.environ.get(name) or str(size // node_count) + f"(x{node_count})"
