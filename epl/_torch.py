@@ -1,0 +1,95 @@
+"""Every private torch name epl leans on, each with the reason; tests/test_torch_canary.py checks that it still behaves.
+
+Nothing else in epl may import an underscored torch name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.utils import _pytree
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is running now ends, on the thread that called `backward()`.
+
+    The engine has no public way to say "after the last gradient"; DDP and FSDP use this same call.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def backward_id() -> int:
+    """A number for the backward pass running on this thread, -1 outside one; nested passes have their own."""
+    return torch._C._current_graph_task_id()
+
+
+def gradient_accumulator(parameter: torch.Tensor) -> Node:
+    """The autograd node that adds incoming gradients into `parameter.grad`.
+
+    A hook before it sees the gradient after all of the user's own hooks and before it is added, which
+    `register_post_accumulate_grad_hook` (the public one) cannot.
+    """
+    with torch.enable_grad():
+        grad_fn = parameter.expand_as(parameter).grad_fn
+    assert grad_fn is not None
+    node = grad_fn.next_functions[0][0]
+    assert node is not None
+    return node
+
+
+def foreach_norm(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norms of many tensors in one call; the public functions take one tensor at a time."""
+    return list(torch._foreach_norm(tensors, norm_type))
+
+
+def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply many tensors in place in one call; the public functions take one tensor at a time."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How many times `tensor` was changed in place; the only way to know that a buffer moved without comparing it."""
+    return tensor._version
+
+
+def module_without_compile(module: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module under `torch.compile(module)`, whose wrapper prefixes every name with `_orig_mod.`."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def total_norm_seam() -> tuple[Any, str]:
+    """Where `clip_grad_norm_` looks up the norm it clips by.
+
+    Patching the public name would miss everybody who wrote `from torch.nn.utils import clip_grad_norm_` earlier.
+    """
+    from torch.nn.utils import clip_grad
+
+    return clip_grad, "_get_total_norm"
+
+
+def loader_iterates_dataset(loader: torch.utils.data.DataLoader[Any]) -> bool:
+    """Whether the loader reads an iterable dataset; the loader itself decides by this private mark."""
+    return bool(loader._dataset_kind == torch.utils.data.dataloader._DatasetKind.Iterable)
+
+
+def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """All tensors end to end in one new tensor."""
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def tree_leaves(tree: object) -> list[object]:
+    """The leaves of nested lists, tuples and dicts, and of every class registered with torch's pytree (Hugging Face's outputs).
+
+    torch.utils.pytree, the public one, needs optree and does not know what was registered here.
+    """
+    return list(_pytree.tree_leaves(tree))
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with every leaf replaced by `function(leaf)`; see `tree_leaves`."""
+    return _pytree.tree_map(function, tree)

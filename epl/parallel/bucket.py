@@ -1,0 +1,141 @@
+"""A flat piece of memory that holds the gradients of several parameters, so that they travel in one message.
+
+flat:  | gradient of a | gradient of b | … | used a | used b | … |
+             ^ a.grad is a view of this            ^ 1 where this rank has a gradient, so that after the reduction
+                                                     every rank knows whether any rank had one (else .grad stays None)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+SMALLEST = 1 << 20  # bytes; below this a message costs more than it carries, so a bucket is not cut further
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Slot:
+    """One parameter's place in a bucket."""
+
+    parameter: nn.Parameter
+    name: str
+    view: torch.Tensor  # the part of the bucket that is parameter.grad
+    bucket: Bucket
+    position: int  # in the bucket
+    fired: bool = False  # its gradient came in the backward pass that is running, and is divided by N already
+    dirty: bool = False  # .grad holds something of earlier passes that the other ranks have not seen
+
+    def load(self, scale: float) -> None:
+        """Put `scale` times the parameter's gradient into the bucket; the gradient lives there from now on."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient.is_sparse:
+            self.view.zero_()
+        elif gradient is self.view:
+            gradient.mul_(scale)
+        else:
+            torch.mul(gradient, scale, out=self.view)
+            self.parameter.grad = self.view
+
+    @property
+    def in_use(self) -> bool:
+        return self.parameter.grad is self.view
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Bucket:
+    """Several slots in one flat tensor, and the message that is under way with it."""
+
+    flat: torch.Tensor
+    elements: int  # of gradients; the flags follow
+    slots: list[Slot]
+    launched: bool = False
+    work: dist.Work | None = None
+    wire: torch.Tensor | None = None  # what travels, where it is not `flat` itself (fp16)
+
+    @property
+    def flags(self) -> torch.Tensor:
+        return self.flat[self.elements :]
+
+    @property
+    def full(self) -> bool:
+        return all(slot.fired for slot in self.slots)
+
+    @property
+    def touched(self) -> bool:
+        return self.launched or any(slot.fired or slot.dirty for slot in self.slots)
+
+
+def make_bucket(parameters: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
+    """A bucket for these parameters (of one dtype and device), in this order."""
+    first = parameters[0][1]
+    elements = sum(p.numel() for _, p in parameters)
+    flat = torch.zeros(elements + len(parameters), dtype=first.dtype, device=first.device)
+    bucket = Bucket(flat, elements, [])
+    offset = 0
+    for position, (name, parameter) in enumerate(parameters):
+        piece = flat[offset : offset + parameter.numel()]
+        bucket.slots.append(Slot(parameter, name, _shaped_like(piece, parameter), bucket, position))
+        offset += parameter.numel()
+    return bucket
+
+
+def make_buckets(parameters: Sequence[tuple[str, nn.Parameter]], most: int) -> list[Bucket]:
+    """At most `most` buckets (but one for each dtype and device at least), keeping the order of the parameters."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    total = sum(p.numel() * p.element_size() for _, p in parameters)
+    buckets = []
+    for alike in kinds.values():
+        sizes = [p.numel() * p.element_size() for _, p in alike]
+        start = 0
+        for end in divide(sizes, max(1, most * sum(sizes) // max(1, total))):
+            buckets.append(make_bucket(alike[start:end]))
+            start = end
+    return buckets
+
+
+def divide(sizes: Sequence[int], parts: int) -> list[int]:
+    """Where to cut a row of sizes into at most `parts` runs: the end of each run.
+
+    Runs are even but for the last, which is half as long: it is the one whose message nothing is left to hide behind.
+    """
+    total = sum(sizes)
+    parts = max(1, min(parts, len(sizes), total // SMALLEST))
+    shares = [1.0] * (parts - 1) + [0.5 if parts > 1 else 1.0]
+    goals, reached = [], 0.0
+    for share in shares:
+        reached += share / sum(shares) * total
+        goals.append(reached)
+    ends: list[int] = []
+    seen = 0
+    for index, size in enumerate(sizes):
+        seen += size
+        left = len(sizes) - index - 1
+        if len(ends) < parts - 1 and (seen >= goals[len(ends)] or left == parts - 1 - len(ends)):
+            ends.append(index + 1)
+    return [*ends, len(sizes)]
+
+
+def _shaped_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    # Gradients of dense parameters come in the parameter's own strides (channels last, say): the same here, so that
+    # copying is one straight run.
+    if _is_dense(parameter):
+        return piece.as_strided(parameter.shape, parameter.stride())
+    return piece.view(parameter.shape)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor fills its memory without holes or overlaps, in whatever order of dims."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
