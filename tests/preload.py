@@ -3,6 +3,6 @@
 import torch
 import torch.distributed
 import torch.distributed.device_mesh
-import torch.utils.data  # noqa: F401
+import torch.utils.data
 
 torch.set_num_threads(1)  # forked ranks share two cores; more threads per rank only fight each other

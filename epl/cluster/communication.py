@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from epl.cluster.place import user_place
 from epl.cluster.surroundings import Surroundings
@@ -27,7 +28,7 @@ from epl.errors import CommunicationError, DeadlineError, PeerLostError, RanksDi
 _WORD = 40  # int64 each: kind, sequence number, 6 × 63 bits of payload, then 256 bytes of text
 _BITS = 6
 _TEXT = (_WORD - 2 - _BITS) * 8
-_stores: dict[tuple[str, int], dist.TCPStore] = {}  # kept for the life of the process: rank 0's holds the server
+_stores: dict[tuple[str, int], TCPStore] = {}  # kept for the life of the process: rank 0's holds the server
 _generation = 0  # the number of process groups this process has started; keeps their keys in the store apart
 
 
@@ -69,7 +70,7 @@ class Job:
     def __init__(self, surroundings: Surroundings, device: torch.device, timeout: float) -> None:
         self.rank, self.world_size = surroundings.rank, surroundings.world_size
         self.device, self.timeout = device, datetime.timedelta(seconds=timeout)
-        self.store: dist.Store | None = None
+        self.store: Store | None = None
         self.owns_group = not dist.is_initialized()
         self._sequence = 0
         if self.owns_group:
@@ -81,7 +82,7 @@ class Job:
     def _start(self, surroundings: Surroundings) -> None:
         global _generation
         _generation += 1
-        self.store = dist.PrefixStore(f"epl/{_restart_count()}/{_generation}", _store(surroundings, self.timeout))
+        self.store = PrefixStore(f"epl/{_restart_count()}/{_generation}", _store(surroundings, self.timeout))
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         with speaking(self, "epl.init()"):
             dist.init_process_group(
@@ -97,6 +98,16 @@ class Job:
                 f"{expected[0]} of {expected[1]} ({surroundings.kind}), found rank {found[0]} of {found[1]}. "
                 "Call epl.init() before torch.distributed.init_process_group, or leave the latter out."
             )
+
+    def fits(self, surroundings: Surroundings, device: torch.device, timeout: float) -> bool:
+        """Whether this is still the process group that these facts ask for."""
+        alive = dist.is_initialized() and dist.get_world_size() == self.world_size
+        return alive and (self.rank, self.world_size, self.device, self.timeout) == (
+            surroundings.rank,
+            surroundings.world_size,
+            device,
+            datetime.timedelta(seconds=timeout),
+        )
 
     def meet(self, kind: str, bits: int = 0, *, place: str | None = None) -> Meeting:
         """Say where this rank is; wait for the meeting before waiting on other ranks for anything else."""
@@ -198,7 +209,7 @@ def _silent_ranks(job: Job, what: str) -> str:
     return ""
 
 
-def _first_told(store: dist.Store | None, topic: str, world_size: int, own: int, patience: float) -> str:
+def _first_told(store: Store | None, topic: str, world_size: int, own: int, patience: float) -> str:
     if store is None:
         return ""
     deadline = time.monotonic() + patience
@@ -249,14 +260,14 @@ def _restart_count() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _store(surroundings: Surroundings, timeout: datetime.timedelta) -> dist.Store:
+def _store(surroundings: Surroundings, timeout: datetime.timedelta) -> Store:
     if surroundings.world_size == 1:
-        return dist.HashStore()  # one process: no port is opened
+        return HashStore()  # one process: no port is opened
     key = (surroundings.master_addr, surroundings.master_port)
     if key not in _stores:
         agent_hosts_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
-            _stores[key] = dist.TCPStore(
+            _stores[key] = TCPStore(
                 host_name=key[0],
                 port=key[1],
                 world_size=None,

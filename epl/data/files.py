@@ -159,7 +159,7 @@ class FileSlice(Sequence[str]):
         plan = replica_plan(
             len(self._all), counts, place.worker, place.local_replica, place.unbalanced, place.drop_last
         )
-        _tell(len(self._all), counts, place)
+        _tell(len(self._all), place)
         return tuple(self._all[file] for file in plan)
 
 
@@ -178,23 +178,30 @@ def _place_before_init() -> FilePlace:
     )
 
 
-def _tell(num_files: int, counts: Sequence[int], place: FilePlace) -> None:
-    """Say what the rule did when it did not simply deal all files evenly."""
+def _tell(num_files: int, place: FilePlace) -> None:
+    """Say what the rule did wherever it did not simply deal all files evenly: to the workers, then inside this one."""
+    counts, flags = place.replicas_per_worker, (place.unbalanced, place.drop_last)
     slots = sum(counts) // math.gcd(*counts)
+    _tell_uneven(num_files, slots, "slices", place)
+    if _sliced_files(num_files, slots, unbalanced=place.unbalanced, drop_last=place.drop_last) is not None:
+        own = slice_plan(num_files, counts, place.worker, *flags)
+        _tell_uneven(len(own), counts[place.worker], f"replicas of worker {place.worker}", place)
+
+
+def _tell_uneven(num_files: int, slots: int, what: str, place: FilePlace) -> None:
     kept = _sliced_files(num_files, slots, unbalanced=place.unbalanced, drop_last=place.drop_last)
     if kept is None and num_files < slots:
-        _log.warning(
-            "%d files are too few for %d slices: not sliced, every replica reads all of them.", num_files, slots
-        )
+        _log.warning("%d files are too few for %d %s: not sliced, each reads all of them.", num_files, slots, what)
     elif kept is None:
         _log.warning(
-            "%d files do not divide into %d slices: not sliced, every replica reads all of them. "
-            "io.unbalanced_io_slicing deals them unevenly, io.drop_last_files drops the last %d.",
+            "%d files do not divide over %d %s: not sliced, each reads all of them. io.unbalanced_io_slicing deals them "
+            "unevenly, io.drop_last_files drops the last %d.",
             num_files,
             slots,
+            what,
             num_files % slots,
         )
     elif kept < num_files:
         _log.warning("io.drop_last_files drops the last %d of %d files.", num_files - kept, num_files)
     elif num_files % slots:
-        _log.warning("%d files are dealt unevenly to %d slices (io.unbalanced_io_slicing).", num_files, slots)
+        _log.warning("%d files are dealt unevenly to %d %s (io.unbalanced_io_slicing).", num_files, slots, what)

@@ -56,12 +56,16 @@ class Registry:
 
     def reset(self) -> None:
         """Forget every TaskGraph and the default strategy, as `epl.init` does; models keep the tags they have."""
-        if self._scopes.stack:
-            title = self._scopes.stack[-1].annotation.title
-            raise StrategyError(f"epl.init() inside the scope {title}: call it once, before any scope")
+        self.refuse_inside_scope("epl.init()")
         self.set_default(None)
         self.on_forward_scope = None
         self._begin()
+
+    def refuse_inside_scope(self, call: str) -> None:
+        """Raise if a scope is open in this thread."""
+        if self._scopes.stack:
+            title = self._scopes.stack[-1].annotation.title
+            raise StrategyError(f"{call} inside the scope {title}: call it once, before any scope")
 
     @property
     def taskgraphs(self) -> tuple[TaskGraph, ...]:

@@ -16,7 +16,7 @@ class ModuleHook:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         # module.compile() compiles hooks along with forward; what ours do is not for a graph.
-        self._function = torch.compiler.disable(function)
+        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)

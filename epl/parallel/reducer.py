@@ -33,6 +33,7 @@ from epl import _torch
 from epl.errors import UsageError
 from epl.parallel.bucket import Bucket, Slot, make_buckets
 from epl.parallel.buffers import BufferKeeper
+from epl.parallel.growth import growth
 from epl.parallel.hook import ModuleHook
 from epl.parallel.sparse import reduce_sparse, sparse_parameters
 
@@ -66,7 +67,8 @@ class GradientReducer:
 
     The weights are not touched: `epl.parallel.copy_from_first(model.parameters(), group)` makes them equal first.
     `communicators` are further groups over the same ranks; messages take turns on them and so travel at the same time.
-    `extra` are parameters outside the module (a loss's own weights). `factor` is f of the picture above.
+    `extra` are parameters outside the module (a loss's own weights). `factor` is f of the picture above. `on_new` is told
+    of parameters that turn up later, before the first forward pass that uses them.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class GradientReducer:
         factor: Callable[[], float] | None = None,
         meet: Meet | None = None,
         guard: Callable[[str], AbstractContextManager[None]] = lambda what: contextlib.nullcontext(),
+        on_new: Callable[[list[Named]], None] = lambda parameters: None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise UsageError(f"GradientReducer takes an nn.Module first, found {type(module).__name__}")
@@ -91,7 +94,7 @@ class GradientReducer:
         self._lanes = [group, *communicators]
         self._extra = list(extra)
         self._factor = factor or (lambda: float(self.size) if self.policy.method == "sum" else 1.0)
-        self._meet, self._guard = meet or self._meet_alone, guard
+        self._meet, self._guard, self._on_new = meet or self._meet_alone, guard, on_new
         self._buffers = BufferKeeper(module, group)
         self._hooks: list[RemovableHandle] = []
         self._accumulators: list[object] = []  # torch holds them weakly; our hooks on them must not vanish
@@ -99,6 +102,8 @@ class GradientReducer:
         self._order: list[str] | None = None  # in which gradients come; known after the first backward pass
         self._syncing = True
         self._session: _Session | None = None
+        self._all: list[Named] = []
+        self._all_as_of = -1
         self._signature: tuple[object, ...] = ()
         self._buckets: list[Bucket] = []
         self._slots: dict[int, Slot] = {}
@@ -106,12 +111,15 @@ class GradientReducer:
             module.register_forward_pre_hook(ModuleHook(self._before_forward)),
             module.register_forward_hook(ModuleHook(self._after_forward)),
         ]
+        growth.watch()
         self.refresh()
 
     # ---- what a caller can do --------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Take all hooks off; gradients stay as they are."""
+        if self._module_hooks:
+            growth.unwatch()
         for handle in [*self._hooks, *self._module_hooks]:
             handle.remove()
         self._hooks, self._module_hooks, self._accumulators = [], [], []
@@ -127,22 +135,29 @@ class GradientReducer:
 
     def parameters(self) -> list[Named]:
         """Every parameter this reducer looks after, each once."""
-        found = {id(p): (name, p) for name, p in self._extra}
-        return list((found | {id(p): (name, p) for name, p in self.module.named_parameters()}).values())
+        if self._all_as_of != growth.count:
+            found = {id(p): (name, p) for name, p in self._extra}
+            self._all = list((found | {id(p): (name, p) for name, p in self.module.named_parameters()}).values())
+            self._all_as_of = growth.count
+        return self._all
 
     def add_parameters(self, parameters: Iterable[Named]) -> None:
         """Look after these as well from now on."""
         self._extra += list(parameters)
+        self._all_as_of = -1
         self.refresh()
 
     def refresh(self) -> None:
         """Look at the parameters anew: some may have been frozen, unfrozen, added, moved or cast."""
-        parameters = self.parameters()
+        before, parameters = self._all, self.parameters()
         signature = tuple((id(p), p.requires_grad, p.dtype, p.device) for _, p in parameters)
         if signature != self._signature:
-            self._signature = signature
+            first_time, self._signature = not self._signature, signature
             self._watch([p for _, p in parameters if p.requires_grad])
             self._lay_out()
+            known = {id(p) for _, p in before}
+            if new := [(name, p) for name, p in parameters if id(p) not in known and not first_time]:
+                self._on_new(new)
 
     @property
     def pending(self) -> bool:
@@ -158,9 +173,10 @@ class GradientReducer:
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
-        if _torch.backward_id() == -1:  # else: a checkpoint computes again, inside a backward pass
-            self._forget_session()  # one that is still open belongs to a backward pass that raised
-            self.refresh()
+        if _torch.backward_id() != -1 or not torch.is_grad_enabled():
+            return  # a checkpoint computes again inside a backward pass; or an evaluation, maybe on this rank only
+        self._forget_session()  # one that is still open belongs to a backward pass that raised
+        self.refresh()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Learn of the outermost backward pass: inside reentrant checkpoints parameters only see the inner ones."""
@@ -332,7 +348,7 @@ class GradientReducer:
             self._accumulators.append(accumulator)
             before = functools.partial(self._before_accumulation, id(parameter))
             self._hooks.append(accumulator.register_prehook(before))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._after_accumulation))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._after_accumulation))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _lay_out(self) -> None:

@@ -111,7 +111,7 @@ def test_a_copy_for_another_process_is_settled_first() -> None:
     ("count", "settings", "text"),
     [
         (2, {}, "too few for 3"),
-        (10, {}, "do not divide into 3"),
+        (10, {}, "do not divide over 3"),
         (10, {"unbalanced": True}, "dealt unevenly"),
         (10, {"drop_last": True}, "drops the last 1 of 10"),
         (9, {}, ""),
@@ -124,6 +124,13 @@ def test_what_is_out_of_the_ordinary_is_said(
         len(slice_files(FILES[:count], lambda: place(slicing=True, **settings)))
     assert text in caplog.text
     assert bool(caplog.text) == bool(text)
+
+
+def test_what_happens_inside_a_worker_is_said_too(caplog: pytest.LogCaptureFixture) -> None:
+    inside = FilePlace(replicas_per_worker=(2, 2), worker=1, local_replica=0, slicing=True)
+    with caplog.at_level(logging.WARNING, "epl"):
+        assert list(slice_files(FILES, lambda: inside)) == ["part-1", "part-3", "part-5", "part-7", "part-9"]
+    assert "5 files do not divide over 2 replicas of worker 1" in caplog.text
 
 
 def test_a_single_name_is_refused() -> None:

@@ -1,0 +1,49 @@
+"""What epl tells the user while it runs: notices once, from rank 0; warnings with the rank that gives them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger("epl")
+_said: set[str] = set()
+
+
+class _Handler(logging.Handler):
+    """Writes to whatever sys.stderr is now: people, and pytest, replace it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._prefix = "epl: " if rank == 0 else f"epl, rank {rank}: "
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        lines = f"{level}{record.getMessage()}".splitlines()
+        print("\n".join(self._prefix + line for line in lines), file=sys.stderr, flush=True)
+
+
+def set_up_log(rank: int) -> None:
+    """Rank 0 speaks from INFO on, the others from WARNING on; a handler or level the user has set is left alone."""
+    _said.clear()
+    ours = [handler for handler in logger.handlers if isinstance(handler, _Handler)]
+    for handler in ours:
+        logger.removeHandler(handler)
+    if not logger.handlers:
+        logger.addHandler(_Handler(rank))
+        logger.propagate = False
+    if ours or logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def notice(text: str) -> None:
+    """Tell the user something worth knowing, once, on rank 0."""
+    if text not in _said:
+        _said.add(text)
+        logger.info(text)
+
+
+def warn(text: str) -> None:
+    """Tell the user of something that is probably not meant, once per rank."""
+    if text not in _said:
+        _said.add(text)
+        logger.warning(text)

@@ -1,0 +1,107 @@
+"""`epl.parallelize`: makes the user's own model, optimizers and loaders ready to train on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from epl.cluster.topology import Topology
+from epl.config import Config
+from epl.env import Env
+from epl.errors import NotBuiltError, PlanError
+from epl.graph import TaskGraphs, registry, taskgraphs_of
+from epl.plan import ClusterShape, Plan, PlanSettings, make_plan
+from epl.report.log import notice, warn
+from epl.train.arguments import sort_arguments
+from epl.train.effect import settings_without_effect
+from epl.train.replicas import Replicas
+
+
+def parallelize(
+    model: nn.Module,
+    *optimizers_and_loaders: Optimizer | DataLoader[Any],
+    loss_fn: Callable[..., Any] | None = None,
+) -> Any:
+    """The same objects in the same order, ready: train with them exactly as on one device.
+
+        model, optimizer, loader = epl.parallelize(model, optimizer, loader)
+
+    Weights and buffers become rank 0's on every rank, gradients are reduced during `backward()`, and the loader yields
+    this rank's rows. A single argument comes back alone. Called again for the same model it makes further optimizers and
+    loaders ready. `loss_fn`, if it is a module with parameters of its own, has them trained alike on every rank.
+    """
+    env = Env.get()
+    job = env.job("epl.parallelize")
+    registry.refuse_inside_scope("epl.parallelize")
+    arguments = sort_arguments(model, optimizers_and_loaders, loss_fn)
+    replicas = Replicas.of(model)
+    if replicas is None:
+        taskgraphs = taskgraphs_of(model, registry)
+        plan = _plan(taskgraphs, env, _batch_size(arguments.loaders))
+        _refuse_what_is_not_built(plan)
+        if env.topology is not None:
+            _check_topology(plan, env.topology)
+        job.check_same("the plan", plan.to_dict(), "Build and annotate the model alike on every rank.")
+        _tell(taskgraphs, plan, env.config)
+        replicas = Replicas(env, model, plan)
+        env.plan = plan
+    replicas.take(arguments, loss_fn)
+    everything = (model, *optimizers_and_loaders)
+    return everything if optimizers_and_loaders else model
+
+
+def _plan(taskgraphs: TaskGraphs, env: Env, micro_batch: int | None) -> Plan:
+    config, cluster = env.config, env.cluster
+    return make_plan(
+        taskgraphs.specs(),
+        ClusterShape(cluster.world_size, cluster.node_of_rank),
+        PlanSettings(
+            num_micro_batch=config.pipeline.num_micro_batch,
+            micro_batch=micro_batch,
+            num_chunks=config.pipeline.num_chunks,
+            colocate=config.cluster.colocate_split_and_replicate,
+            prefer_intra_node=config.cluster.device_place_prefer_intra_node,
+            gradients_reduce_method=config.communication.gradients_reduce_method,
+        ),
+    )
+
+
+def _batch_size(loaders: tuple[DataLoader[object], ...]) -> int | None:
+    return next((loader.batch_size for loader in loaders if loader.batch_size is not None), None)
+
+
+def _refuse_what_is_not_built(plan: Plan) -> None:
+    missing = plan.needs() - {"data_parallel"}
+    if missing:
+        strategies = ", ".join(f"{t.name}: {t.strategy}" for t in plan.taskgraphs)
+        raise NotBuiltError(
+            f"this plan needs {', '.join(sorted(missing))}, which this version of epl does not have yet.\n{plan}\n"
+            f"What works today: data parallelism, one replicate(k) or several on the same devices "
+            f"(cluster.colocate_split_and_replicate). Found {strategies}. The script also runs on one device, without a launcher."
+        )
+
+
+def _check_topology(plan: Plan, topology: Topology) -> None:
+    """A topology of the user's own must agree with the plan: its data axes are the ranks that see different rows."""
+    shares = plan.num_replicas * plan.parts
+    found = 1
+    for name in topology.axes.data_axes:
+        found *= topology.size(name)
+    if found != shares:
+        raise PlanError(
+            f"epl.setup_process_groups and the annotations contradict each other: the plan has {shares} ranks that see "
+            f"rows of their own, so the data axes must multiply to {shares}; found {topology.axes}. "
+            f'Use [("data", {shares})], or change the annotations.\n{plan}'
+        )
+
+
+def _tell(taskgraphs: TaskGraphs, plan: Plan, config: Config) -> None:
+    for text in taskgraphs.notices():
+        notice(text)
+    notice(plan.describe())
+    for text in settings_without_effect(config, plan):
+        warn(text)

@@ -1,0 +1,321 @@
+"""One parallelized model: its replicas are kept in step, its optimizers and loaders belong to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from epl.cluster.communication import Job, speaking
+from epl.cluster.place import user_place
+from epl.data import (
+    DataShare,
+    FilePlace,
+    active_share,
+    disagreeing_shares,
+    distribute_loader,
+    restore_loader,
+    set_file_place,
+)
+from epl.env import Env
+from epl.errors import PlanError, RanksDisagreeError
+from epl.parallel import GradientReducer, ReducePolicy, copy_from_first, sync_batch_norm
+from epl.parallel.clip import install_clipping
+from epl.parallel.hook import ModuleHook
+from epl.parallel.reducer import Named
+from epl.plan import Plan
+from epl.report.log import notice, warn
+from epl.train.arguments import Arguments
+from epl.train.weights import replica_factor, row_factor, within_replica
+
+
+_parallelized: list[Replicas] = []  # since epl.init; its close() takes them out
+
+
+class Replicas:
+    """Keeps the replicas of one model equal: weights and buffers at first, gradients in every step.
+
+    Reductions, by `communication.clip_after_allreduce` and the number k of ranks that divide a replica's rows:
+
+        True             one reducer over all ranks, during backward
+        False, k = 1     one reducer over all ranks, at the optimizer's step; the user clips the replica's own gradient before
+        False, k > 1     one over the replica's ranks during backward, one over replicas at the step
+    """
+
+    def __init__(self, env: Env, model: nn.Module, plan: Plan) -> None:
+        self.model, self.plan, self._env = model, plan, env
+        self._job = env.job("epl.parallelize")
+        self._optimizers: list[Optimizer] = []
+        self._outside: list[Named] = []
+        self._undo: list[Callable[[], None]] = []
+        self.reducers: list[GradientReducer] = []
+        self._refuse_shared_parameters()
+        _parallelized.append(self)
+        if plan.world_size > 1:
+            self._meet_others(model)
+            self._make_equal([*model.parameters(), *model.buffers()])
+            self._sync_batch_norm()
+            self.reducers = self._make_reducers()
+            self._undo += [reducer.close for reducer in self.reducers]
+            self._undo.append(install_clipping())
+        set_file_place(functools.partial(file_place, plan, env))
+        self._undo.append(lambda: set_file_place(None))
+        env.at_close(self._close)
+
+    @staticmethod
+    def of(model: nn.Module) -> Replicas | None:
+        """The replicas of this model, if it is parallelized already."""
+        return next((found for found in _parallelized if found.model is model), None)
+
+    @staticmethod
+    def all() -> list[Replicas]:
+        """Every model that was parallelized since `epl.init`."""
+        return list(_parallelized)
+
+    def take(self, arguments: Arguments, loss_fn: object) -> None:
+        """Make these optimizers and loaders part of the training of this model."""
+        if isinstance(loss_fn, nn.Module):
+            self._adopt_outside([(f"loss_fn.{name}", p) for name, p in loss_fn.named_parameters()])
+        elif loss_fn is not None and self.plan.world_size > 1:
+            notice("loss_fn has no parameters of its own and no stages to run on: it is not needed here")
+        for optimizer in arguments.optimizers:
+            self._take_optimizer(optimizer)
+        for loader in arguments.loaders:
+            self._take_loader(loader)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate."""
+        with contextlib.ExitStack() as stack:
+            for reducer in self.reducers:
+                stack.enter_context(reducer.no_sync())
+            yield
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    def _refuse_shared_parameters(self) -> None:
+        own = {id(p): name for name, p in self.model.named_parameters()}
+        for other in _parallelized:
+            shared = [own[id(p)] for p in other.model.parameters() if id(p) in own and p.requires_grad]
+            if shared:
+                raise PlanError(
+                    f"{len(shared)} trained parameters of this model belong to a model that is parallelized already "
+                    f"({', '.join(shared[:3])}): their gradients would be reduced twice. Parallelize one module that holds both "
+                    "(nn.ModuleList([a, b])), or call epl.init() to start anew."
+                )
+
+    def _meet_others(self, model: nn.Module) -> None:
+        shapes = {
+            name: (tuple(t.shape), str(t.dtype)) for name, t in [*model.named_parameters(), *model.named_buffers()]
+        }
+        everyone: list[Any] = self._job.gather("epl.parallelize", shapes)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                names = [n for n in everyone[0].keys() | theirs.keys() if everyone[0].get(n) != theirs.get(n)]
+                found = "\n".join(
+                    f"  {n}: rank 0 {everyone[0].get(n)}, rank {rank} {theirs.get(n)}" for n in sorted(names)[:5]
+                )
+                raise RanksDisagreeError(
+                    f"the model is not the same on rank 0 and rank {rank}: {len(names)} tensors differ\n{found}\n"
+                    "Build it alike on every rank."
+                )
+
+    def _make_equal(self, tensors: list[torch.Tensor]) -> None:
+        assert dist.group.WORLD is not None
+        with speaking(self._job, "epl.parallelize"):
+            copy_from_first(tensors, dist.group.WORLD)
+
+    def _sync_batch_norm(self) -> None:
+        if self._env.config.communication.sync_batch_norm:
+            assert dist.group.WORLD is not None
+            self._undo.append(
+                sync_batch_norm(
+                    self.model,
+                    self._env.communicators()[0],
+                    factor=self._factor,
+                    counted=lambda: (share := active_share()) is None or not share.padded,
+                )
+            )
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+
+    def _make_reducers(self) -> list[GradientReducer]:
+        settings = self._env.config.communication
+        plan = self.plan
+        policy = ReducePolicy(
+            method=settings.gradients_reduce_method,
+            when="backward" if settings.clip_after_allreduce else "step",
+            max_splits=settings.max_splits,
+            fp16=settings.fp16,
+            fp16_scale=settings.fp16_scale,
+            sparse_as_dense=settings.sparse_as_dense,
+        )
+        if settings.clip_after_allreduce or plan.parts == 1:
+            factor = self._factor if settings.clip_after_allreduce else self._replica_factor
+            first, *others = self._env.communicators()
+            return [self._reducer(first, policy, factor, communicators=others)]
+        inside, across = self._groups_inside_and_across()
+        within = dataclasses.replace(policy, when="backward")
+        return [
+            self._reducer(inside, within, lambda: plan.parts * within_replica(plan.parts, active_share())),
+            self._reducer(across, policy, self._replica_factor),
+        ]
+
+    def _reducer(
+        self, group: dist.ProcessGroup, policy: ReducePolicy, factor: Callable[[], float], **more: Any
+    ) -> GradientReducer:
+        return GradientReducer(
+            self.model,
+            group,
+            policy=policy,
+            factor=factor,
+            meet=self._meet,
+            guard=self._guard,
+            on_new=self._on_new,
+            **more,
+        )
+
+    def _groups_inside_and_across(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        plan = self.plan
+        inside = [list(plan.replica_ranks(r)) for r in range(plan.num_replicas)]
+        across = [list(ranks) for ranks in zip(*inside, strict=True)]
+        made = []
+        for ranks in (inside, across):
+            with speaking(self._job, "making process groups"):
+                group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._job.timeout)
+            made.append(group)
+        return made[0], made[1]
+
+    def _factor(self) -> float:
+        plan = self.plan
+        return row_factor(plan.settings.gradients_reduce_method, plan.world_size, plan.parts, active_share())
+
+    def _replica_factor(self) -> float:
+        plan = self.plan
+        return replica_factor(plan.settings.gradients_reduce_method, plan.num_replicas, plan.parts, active_share())
+
+    def _meet(self, what: str, bits: int) -> Callable[[], int]:
+        meeting = self._job.meet(what, bits)
+        return lambda: meeting.wait().union
+
+    def _guard(self, what: str) -> AbstractContextManager[None]:
+        return speaking(self._job, f"{what} of {type(self.model).__name__}")
+
+    def _on_new(self, parameters: list[Named]) -> None:
+        """Parameters that turned up after `parallelize` start from rank 0's values like all others."""
+        self._job.check_same(
+            "parameters added to the model", [name for name, _ in parameters], "Add them on every rank."
+        )
+        self._make_equal([p for _, p in parameters])
+
+    # ---- optimizers and loaders --------------------------------------------------------------------------------------
+
+    def _take_optimizer(self, optimizer: Optimizer) -> None:
+        if self.plan.world_size == 1 or any(optimizer is known for known in self._optimizers):
+            return
+        self._optimizers.append(optimizer)
+        self._adopt_outside(self._unknown_parameters())
+        self._make_state_equal(optimizer)
+        handle: RemovableHandle = optimizer.register_step_pre_hook(self._before_step)
+        self._undo.append(handle.remove)
+        if len(self._optimizers) == 1:
+            self._undo.append(self.model.register_forward_pre_hook(ModuleHook(self._before_forward)).remove)
+
+    def _unknown_parameters(self) -> list[Named]:
+        known = {id(p) for reducer in self.reducers for _, p in reducer.parameters()}
+        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        return [(f"outside.{len(self._outside) + n}", p) for n, p in enumerate(held) if id(p) not in known]
+
+    def _adopt_outside(self, parameters: list[Named]) -> None:
+        """Parameters of a loss, or of an optimizer only: they live on every rank and are reduced like the model's."""
+        if parameters and self.reducers:
+            self._outside += parameters
+            for reducer in self.reducers:
+                reducer.add_parameters(parameters)
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        if torch.is_grad_enabled():
+            self._adopt_outside(self._unknown_parameters())
+
+    def _make_state_equal(self, optimizer: Optimizer) -> None:
+        state = [(key, value) for entry in optimizer.state.values() for key, value in entry.items()]
+        names = [(key, tuple(v.shape) if isinstance(v, torch.Tensor) else repr(v)) for key, v in state]
+        self._job.check_same(
+            "the optimizer's state", names, "Load the same checkpoint on every rank before epl.parallelize."
+        )
+        self._make_equal([value for _, value in state if isinstance(value, torch.Tensor)])
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if disagreeing_shares():
+            warn(
+                f"two loaders gave this rank different shares of the rows in one step ({user_place()}): gradients are "
+                "weighted by the share of the batch that was read last. Use loaders of the same length and batch size, or "
+                "io.uneven_tail = 'drop'."
+            )
+        for reducer in self.reducers:
+            if reducer.policy.when == "step":
+                reducer.reduce()
+
+    def _take_loader(self, loader: DataLoader[object]) -> None:
+        own = self.plan.data_shares[self._job.rank]
+        io = self._env.config.io
+        share = DataShare(
+            replicas=self.plan.num_replicas,
+            replica=own.replica,
+            parts=own.parts,
+            part=own.part,
+            num_micro_batch=self.plan.settings.num_micro_batch,
+            drop_tail=io.uneven_tail == "drop",
+            sliced=io.slicing,
+        )
+        distribute_loader(loader, share, _LoaderExchange(self._job))
+        self._undo.append(lambda: restore_loader(loader) and None)
+
+    def _close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        _parallelized.remove(self)
+
+
+class _LoaderExchange:
+    """How loaders of all ranks agree, over the job's words."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def all_gather(self, value: object) -> list[object]:
+        return self._job.gather("reading the loader", value)
+
+    def broadcast(self, value: object) -> object:
+        return self._job.share("reading the loader", value)
+
+
+def file_place(plan: Plan, env: Env) -> FilePlace:
+    """Where this rank stands among those that read files of their own: one reader for each share of the rows."""
+    shares, io, cluster = plan.data_shares, env.config.io, env.cluster
+    readers: dict[tuple[int, int], int] = {}  # (replica, part) → the first rank that reads it
+    for rank, share in enumerate(shares):
+        readers.setdefault((share.replica, share.part), rank)
+    own = readers[shares[cluster.rank].replica, shares[cluster.rank].part]
+    of_worker: list[list[int]] = [[] for _ in range(cluster.worker_num)]
+    for rank in readers.values():
+        of_worker[rank // cluster.gpu_num_per_worker].append(rank)
+    worker = own // cluster.gpu_num_per_worker
+    return FilePlace(
+        replicas_per_worker=tuple(len(ranks) for ranks in of_worker),
+        worker=worker,
+        local_replica=of_worker[worker].index(own),
+        slicing=io.slicing,
+        unbalanced=io.unbalanced_io_slicing,
+        drop_last=io.drop_last_files,
+    )

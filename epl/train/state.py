@@ -1,0 +1,58 @@
+"""The whole model's state under the user's own names, whatever the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from epl import _torch
+from epl.env import Env
+from epl.errors import StateError, list_problems
+from epl.parallel import copy_from_first
+from epl.train.replicas import Replicas
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of the whole model under the user's names, on every rank.
+
+    Data parallel every rank holds the whole model, so nothing is sent and `if rank == 0:` around it is fine.
+    """
+    return dict(_torch.module_without_compile(model).state_dict())
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor] | None) -> None:
+    """Load a whole model's state; afterwards all ranks hold rank 0's. Ranks other than 0 may pass None."""
+    inner = _torch.module_without_compile(model)
+    replicas = Replicas.of(model)
+    alone = replicas is None or replicas.plan.world_size == 1
+    problems = _problems(inner, state) if state is not None else []
+    if alone and state is None:
+        problems = ["expected a state dict, found None (only ranks other than 0 may leave it out)"]
+    if not alone:
+        job = Env.get().job("epl.load_full_state_dict")
+        everyone = job.gather("epl.load_full_state_dict", (problems, state is None))
+        problems = next((said for said, _ in everyone if said), problems)  # type: ignore[misc,has-type]
+        if everyone[0][1]:  # type: ignore[index]
+            problems = ["rank 0 passed None; expected the state dict there"]
+    if problems:
+        raise StateError(list_problems(f"this state dict does not fit {type(inner).__name__}; nothing was loaded", problems))
+    if state is not None:
+        inner.load_state_dict(state)
+    if not alone:
+        assert dist.group.WORLD is not None
+        copy_from_first([*inner.parameters(), *inner.buffers()], dist.group.WORLD)
+
+
+def _problems(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Everything that does not fit, before anything is changed."""
+    own = model.state_dict()
+    problems = [f"{name} is missing" for name in own if name not in state]
+    problems += [f"{name} is not in the model" for name in state if name not in own]
+    for name in own:
+        expected, found = own[name], state.get(name)
+        if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor) and expected.shape != found.shape:
+            problems.append(f"{name}: expected shape {tuple(expected.shape)}, found {tuple(found.shape)}")
+    return problems
