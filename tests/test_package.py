@@ -99,7 +99,7 @@ def test_chores_do_their_steps_in_order(target: str, steps: list[str]) -> None:
 
 FAKE_PYTHON = """#!/bin/sh
 [ "$1" = --version ] && {{ echo Python {version}; exit 0; }}
-case "$2" in *version_info*) exit {old} ;; *) exit 1 ;; esac
+case "$2" in *version_info*) exit {old} ;; *ensurepip*) exit 1 ;; esac
 """
 
 
@@ -136,6 +136,13 @@ def test_ci_runs_what_developers_run() -> None:
     lines = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
     assert lines[0] == "set -euo pipefail"
     assert lines[-1] == "make test"
+
+
+def test_contributing_points_at_files_that_exist() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("\n## ")[1]
+    paths = re.findall(r"`((?:epl|tests|docs)/[^`]*)`", table)
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 @needs_git
