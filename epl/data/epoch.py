@@ -32,6 +32,8 @@ class Epoch:
     """Which epoch of which loader, for messages and for ranks to compare."""
     steps: int | None
     """How many steps it will have, if the sampler or dataset tells."""
+    said: set[str]
+    """What the user was told about this loader already."""
 
     @property
     def drop(self) -> bool:

@@ -18,6 +18,16 @@ class Exchange(Protocol):
         """Rank 0's value."""
 
 
+class NoOthers:
+    """The exchange of a rank that is alone."""
+
+    def all_gather(self, value: object) -> list[object]:
+        return [value]
+
+    def broadcast(self, value: object) -> object:
+        return value
+
+
 def gather_or_fail(exchange: Exchange, make: Callable[[], object], what: str) -> list[object]:
     """Every rank's `make()`; if it raises on some rank, that rank raises its own error and the others a `DataError`.
 

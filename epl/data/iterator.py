@@ -15,7 +15,8 @@ class BatchIterator(Iterator[object]):
     def __init__(self, batches: Batches, steps: int | None) -> None:
         self._batches: Batches | None = batches
         self._steps = steps
-        self._running = active_batches().start()
+        self._active = active_batches()
+        self._running = self._active.start()
 
     @property
     def share(self) -> BatchShare | None:
@@ -30,7 +31,7 @@ class BatchIterator(Iterator[object]):
         except BaseException:  # its end, or the user's own error, which passes as it is
             self._end(exhausted=True)
             raise
-        active_batches().yielded(self._running, share)
+        self._active.yielded(self._running, share)
         return batch
 
     def __len__(self) -> int:
@@ -48,4 +49,4 @@ class BatchIterator(Iterator[object]):
     def _end(self, *, exhausted: bool) -> None:
         if self._batches is not None:
             self._batches = None
-            active_batches().ended(self._running, exhausted=exhausted)
+            self._active.ended(self._running, exhausted=exhausted)

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from epl.data.epoch import Batches, Epoch
-from epl.data.exchange import Exchange, gather_or_fail
+from epl.data.exchange import Exchange, NoOthers, gather_or_fail
 from epl.data.inner import InnerLoaders
 from epl.data.iterable import sliced_batch_size, sliced_epoch, stream_epoch, stream_items_epoch
 from epl.data.iterator import BatchIterator
@@ -40,6 +40,7 @@ def distribute_loader(loader: Loader, share: DataShare, exchange: Exchange) -> L
     _refuse_what_cannot_be_divided(loader)
     if share.alone and share.num_micro_batch == 1:
         return loader
+    exchange = NoOthers() if share.alone else exchange
     number = cast("int", exchange.broadcast(next(_numbers)))
     division = Division(share, exchange, number=number, user_class=type(loader))
     division.prepare(loader)
@@ -73,6 +74,7 @@ class Division:
         self.inner = InnerLoaders()
         self._epochs = itertools.count(1)
         self._agreed_steps: int | None = None
+        self._said: set[str] = set()
 
     def prepare(self, loader: DataLoader[object]) -> None:
         """What is settled once: the common length of sliced datasets, and what the user should know."""
@@ -97,7 +99,7 @@ class Division:
             self._agree_on_steps(loader)
         steps = self._steps_if_known(loader)
         place = f"epoch {next(self._epochs)} of loader {self.number} ({type(loader.dataset).__name__})"
-        epoch = Epoch(loader, self.share, self.exchange, self.inner, place, steps)
+        epoch = Epoch(loader, self.share, self.exchange, self.inner, place, steps, self._said)
         return BatchIterator(self._start(epoch), steps)
 
     def count_steps(self, loader: DataLoader[object]) -> int:

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from epl.data.exchange import Exchange
+from epl.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,11 @@ def rank_zero_stream(loader: DataLoader[object], exchange: Exchange) -> RngStrea
     generators = _generators(loader)
     own = (RngState.capture(), [_generator_bytes(g) for g in generators])
     state, states = cast("tuple[RngState, list[bytes]]", exchange.broadcast(own))
+    if len(states) != len(generators):
+        raise DataError(
+            f"expected loaders built alike on every rank, found {len(generators)} torch.Generator(s) in this rank's loader and "
+            f"samplers, {len(states)} in rank 0's. Give every rank's loader the same arguments."
+        )
     for generator, theirs in zip(generators, states, strict=True):
         set_generator(generator, theirs)
     return RngStream(state)

@@ -152,5 +152,7 @@ def _source(epoch: Epoch, *, items: bool, batches: bool) -> Iterator[object]:
 
 
 def _agree(epoch: Epoch, order: Order) -> None:
-    if not order.agree(epoch.exchange, place=epoch.place, steps=epoch.steps):
+    agreed = order.agree(epoch.exchange, place=epoch.place, steps=epoch.steps)
+    if not agreed and "order" not in epoch.said:
+        epoch.said.add("order")
         warn_taken(epoch.place)

@@ -9,18 +9,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from epl.data import DataShare, active_share, distribute_loader, restore_loader
+from epl.data.exchange import NoOthers
 from epl.errors import DataError
 from tests.data.ranks import Exchange, Together, global_batches, numbers, plain, read, same, shares, together
-
-
-class Alone:
-    """One rank's exchange."""
-
-    def all_gather(self, value: object) -> list[object]:
-        return [value]
-
-    def broadcast(self, value: object) -> object:
-        return value
 
 
 class Tagged(DataLoader[Any]):
@@ -34,7 +25,7 @@ def test_the_loader_stays_the_users_object() -> None:
     data = numbers(10)
     loader = Tagged(data, batch_size=2)
     loader.note = "kept"  # type: ignore[attr-defined]
-    divided = distribute_loader(loader, TWO_MICRO, Alone())
+    divided = distribute_loader(loader, TWO_MICRO, NoOthers())
     assert divided is loader
     assert isinstance(loader, Tagged)
     assert type(loader).__name__ == "Tagged"
@@ -51,15 +42,15 @@ def test_the_loader_stays_the_users_object() -> None:
 
 def test_one_rank_with_one_micro_batch_is_left_as_it_is() -> None:
     loader = DataLoader(numbers(4), batch_size=2)
-    assert distribute_loader(loader, DataShare(), Alone()) is loader
+    assert distribute_loader(loader, DataShare(), NoOthers()) is loader
     assert type(loader) is DataLoader
 
 
 def test_dividing_again_alike_changes_nothing_and_otherwise_is_refused() -> None:
-    loader = distribute_loader(DataLoader(numbers(4), batch_size=2), TWO_MICRO, Alone())
-    assert distribute_loader(loader, TWO_MICRO, Alone()) is loader
+    loader = distribute_loader(DataLoader(numbers(4), batch_size=2), TWO_MICRO, NoOthers())
+    assert distribute_loader(loader, TWO_MICRO, NoOthers()) is loader
     with pytest.raises(DataError, match="second DataLoader"):
-        distribute_loader(loader, DataShare(num_micro_batch=3), Alone())
+        distribute_loader(loader, DataShare(num_micro_batch=3), NoOthers())
 
 
 @pytest.mark.parametrize(
@@ -87,12 +78,12 @@ def test_lengths(replicas: int, parts: int, micro: int, n: int, drop: bool, step
         DataLoader(Stream(), batch_size=4, drop_last=drop),
     ]
     for loader in loaders:
-        assert len(distribute_loader(loader, share, Alone())) == steps
+        assert len(distribute_loader(loader, share, NoOthers())) == steps
     if not drop:
         by_batch = DataLoader(numbers(n), batch_sampler=batches)
-        assert len(distribute_loader(by_batch, share, Alone())) == -(-len(batches) // (replicas * micro))
+        assert len(distribute_loader(by_batch, share, NoOthers())) == -(-len(batches) // (replicas * micro))
         ready = DataLoader(numbers(n), batch_size=None)
-        assert len(distribute_loader(ready, share, Alone())) == -(-n // (replicas * micro))
+        assert len(distribute_loader(ready, share, NoOthers())) == -(-n // (replicas * micro))
 
 
 def test_what_cannot_be_divided_is_refused_all_at_once() -> None:
@@ -106,7 +97,7 @@ def test_what_cannot_be_divided_is_refused_all_at_once() -> None:
     data = numbers(8)
     loader = Own(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))  # type: ignore[arg-type]
     with pytest.raises(DataError) as caught:
-        distribute_loader(loader, TWO_MICRO, Alone())
+        distribute_loader(loader, TWO_MICRO, NoOthers())
     text = str(caught.value)
     assert "2 problems" in text
     assert "Own with its own __iter__ and __len__" in text
@@ -119,25 +110,25 @@ def test_a_divided_sampler_inside_a_batch_sampler_is_refused() -> None:
     sampler = DistributedSampler(data, num_replicas=2, rank=0)  # type: ignore[arg-type]
     loader = DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))
     with pytest.raises(DataError, match="DistributedSampler"):
-        distribute_loader(loader, TWO_MICRO, Alone())
+        distribute_loader(loader, TWO_MICRO, NoOthers())
 
 
 def test_settings_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "epl"):
-        distribute_loader(DataLoader(numbers(8), batch_size=2, in_order=False), shares(1, 4)[0], Alone())
+        distribute_loader(DataLoader(numbers(8), batch_size=2, in_order=False), shares(1, 4)[0], NoOthers())
     assert "in_order=False has no effect" in caplog.text
     assert "less than the 4 ranks" in caplog.text
 
 
 def test_settings_changed_after_dividing_are_honoured() -> None:
-    loader = distribute_loader(DataLoader(numbers(4), batch_size=1), TWO_MICRO, Alone())
+    loader = distribute_loader(DataLoader(numbers(4), batch_size=1), TWO_MICRO, NoOthers())
     loader.collate_fn = lambda samples: [int(s) for s in samples]
     assert list(loader) == [[0, 1], [2, 3]]
 
 
 def test_the_loop_is_told_the_division_of_its_batch() -> None:
-    loader = distribute_loader(DataLoader(numbers(6), batch_size=2), shares(1, 1, num_micro_batch=2)[0], Alone())
-    inner = distribute_loader(DataLoader(numbers(3), batch_size=1), TWO_MICRO, Alone())
+    loader = distribute_loader(DataLoader(numbers(6), batch_size=2), shares(1, 1, num_micro_batch=2)[0], NoOthers())
+    inner = distribute_loader(DataLoader(numbers(3), batch_size=1), TWO_MICRO, NoOthers())
     seen = []
     for _ in loader:
         for _ in inner:

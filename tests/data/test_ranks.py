@@ -35,14 +35,14 @@ class Augmented(Dataset[Any]):
         return 21
 
 
-def epochs_of(workers: int) -> tuple[list[list[list[int]]], list[list[float]], list[tuple[int, ...]]]:
+def epochs_of(workers: int, epochs: int) -> tuple[list[list[list[int]]], list[list[float]], list[tuple[int, ...]]]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(3 if rank == 0 else 50 + rank)
     loader = DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=workers)
     distribute_loader(loader, shares(2)[rank], Collectives())
     order, noise, rows = [], [], []
-    for _ in range(2):
+    for _ in range(epochs):
         torch.rand(rank + 1)  # what a model draws, differently on every rank
         epoch = list(read(loader))
         order.append([batch[0].tolist() for batch, _ in epoch])
@@ -53,28 +53,28 @@ def epochs_of(workers: int) -> tuple[list[list[list[int]]], list[list[float]], l
     return order, noise, rows
 
 
-def check(workers: int) -> None:
-    (first, first_noise, rows), (second, second_noise, _) = run_ranks(epochs_of, 2, workers)
+def check(workers: int, epochs: int) -> None:
+    (first, first_noise, rows), (second, second_noise, _) = run_ranks(epochs_of, 2, workers, epochs)
     torch.manual_seed(3)
     big = DataLoader(numbers(21), batch_size=8, shuffle=True)
-    for epoch in range(2):
+    for epoch in range(epochs):
         torch.rand(1)
         expected = [batch.tolist() for batch in big]
         assert [a + b for a, b in zip(first[epoch], second[epoch], strict=True)] == expected
-    assert rows == [(4, 4), (4, 4), (3, 2)] * 2
+    assert rows == [(4, 4), (4, 4), (3, 2)] * epochs
     draws = [x for noise in (first_noise, second_noise) for epoch in noise for x in epoch]
-    assert len(set(draws)) == 42  # no two samples of any rank or epoch were augmented alike
+    assert len(set(draws)) == 21 * epochs  # no two samples of any rank or epoch were augmented alike
 
 
 def test_processes_with_states_of_their_own_see_the_plain_run() -> None:
     state = torch.get_rng_state()
-    check(0)
+    check(0, epochs=2)
     torch.set_rng_state(state)
 
 
 def test_processes_with_workers_see_the_plain_run() -> None:
     state = torch.get_rng_state()
-    check(1)
+    check(1, epochs=1)
     torch.set_rng_state(state)
 
 

@@ -98,6 +98,15 @@ def test_a_generator_of_the_users_is_put_where_rank_0s_is(generator_of: str) -> 
     assert same(global_batches(together(2, rank_main)), plain(make(0, 4), epochs=2)[0])
 
 
+def test_loaders_built_differently_are_told_so() -> None:
+    def rank_main(rank: int, exchange: Exchange) -> None:
+        generator = torch.Generator() if rank else None
+        loader = DataLoader(numbers(8), batch_size=2, shuffle=True, generator=generator)
+        list(distribute_loader(loader, shares(2)[rank], exchange))
+
+    assert isinstance(Together(2).run(rank_main)[1], DataError)
+
+
 class Counting(Sampler[int]):
     """Infinite, without a length; draws from Python's generator."""
 
@@ -146,11 +155,12 @@ def test_hidden_randomness_in_a_finite_sampler_uses_rank_0s_order(caplog: pytest
         loader = distribute_loader(
             DataLoader(numbers(50), batch_size=500, sampler=Hidden(rank, True)), shares(2)[rank], exchange
         )
-        return [list(read(loader))]
+        return [list(read(loader)) for _ in range(2)]
 
-    found = torch.cat(global_batches(together(2, rank_main))[0]).tolist()
-    assert found == list(Hidden(0, True))
-    assert "rank 0's is used" in caplog.text
+    found = [torch.cat(epoch).tolist() for epoch in global_batches(together(2, rank_main))]
+    sampler = Hidden(0, True)
+    assert found == [list(sampler), list(sampler)]
+    assert caplog.text.count("rank 0's is used") == 2  # once on each rank
 
 
 def test_hidden_randomness_without_a_length_is_refused_on_every_rank() -> None:
