@@ -6,6 +6,7 @@ Nothing else in epl may import an underscored torch name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import CellType
 from typing import Any
 
 import torch
@@ -62,14 +63,23 @@ def module_without_compile(module: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
-def total_norm_seam() -> tuple[Any, str]:
-    """Where `clip_grad_norm_` looks up the norm it clips by.
+def clipping_seams() -> tuple[CellType, CellType]:
+    """Where `get_total_norm` (which `clip_grad_norm_` clips by) and `clip_grad_value_` keep the function they run.
 
-    Patching the public name would miss everybody who wrote `from torch.nn.utils import clip_grad_norm_` earlier.
+    Patching a name would miss everybody who wrote `from torch.nn.utils import get_total_norm` earlier. All names lead to
+    the same wrapper, which runs what is in its one cell under `no_grad`; so the cell is what to replace.
     """
     from torch.nn.utils import clip_grad
 
-    return clip_grad, "_get_total_norm"
+    norm, value = clip_grad._get_total_norm.__closure__, clip_grad.clip_grad_value_.__closure__
+    assert norm is not None
+    assert value is not None
+    return norm[0], value[0]
+
+
+def is_batch_norm(module: torch.nn.Module) -> bool:
+    """Whether it is a batch norm of any kind; their common class, which people derive from too, is private."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def loader_iterates_dataset(loader: torch.utils.data.DataLoader[Any]) -> bool:

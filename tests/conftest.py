@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -63,9 +63,7 @@ def nothing_left_behind() -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
     if started := [t for t in set(threading.enumerate()) - threads if t.is_alive()]:
         problems.append(f"threads: {started}")
-    if changed := {
-        k for k in os.environ.keys() | environment.keys() if os.environ.get(k) != environment.get(k)
-    }:
+    if changed := {k for k in os.environ.keys() | environment.keys() if os.environ.get(k) != environment.get(k)}:
         changed.discard("PYTEST_CURRENT_TEST")
         if changed:
             problems.append(f"environment variables: {sorted(changed)}")
@@ -78,7 +76,8 @@ def _children() -> set[int]:
     """Direct children that still run, without multiprocessing's own servers, which serve the whole session."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
+        with contextlib.suppress(OSError):  # the thread may end while we look
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
     own_servers = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     return {pid for pid in found if not any(server in _command(pid) for server in own_servers)}
 
@@ -98,6 +97,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-
-
-assert sys.version_info >= (3, 11)

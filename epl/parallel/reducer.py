@@ -214,12 +214,15 @@ class GradientReducer:
             parameter.grad = gradient.to_dense()
         elif gradient.is_sparse:
             self._known_sparse.add(id(parameter))
-        syncing = self._syncing and self.policy.when == "backward"
+        if self.policy.when == "step":
+            if slot is not None:
+                slot.dirty = True  # and stays where it is: another reducer may be at work on it
+            return
         if slot is None:  # a sparse one, sent when backward ends
-            if syncing:
+            if self._syncing:
                 self._begin()
             return
-        if not syncing:
+        if not self._syncing:
             slot.load(1.0)
             slot.dirty = True
             return
@@ -365,7 +368,8 @@ class GradientReducer:
         self._slots = {id(slot.parameter): slot for bucket in self._buckets for slot in bucket.slots}
         for key, slot in self._slots.items():
             slot.dirty = key in dirty
-            if slot.parameter.grad is not None and not slot.parameter.grad.is_sparse:
+            gradient = slot.parameter.grad
+            if gradient is not None and not gradient.is_sparse and self.policy.when == "backward":
                 slot.load(1.0)
 
     def _settle_order(self, seen: list[str]) -> None:

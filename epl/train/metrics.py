@@ -51,7 +51,9 @@ def gather_for_metrics(tensor: torch.Tensor) -> torch.Tensor:
     if job is None:
         return tensor
     if tensor.dim() == 0:
-        raise UsageError("epl.gather_for_metrics takes a tensor with rows along dim 0, found a scalar: use epl.global_mean")
+        raise UsageError(
+            "epl.gather_for_metrics takes a tensor with rows along dim 0, found a scalar: use epl.global_mean"
+        )
     share = active_share()
     if share is not None and share.padded:
         tensor = tensor[:0]
@@ -106,7 +108,7 @@ def _order_of_rows(ranks: int) -> list[int]:
     plan = Env.get().plan
     if plan is None:
         return list(range(ranks))
-    first = {}
+    first: dict[tuple[int, int], int] = {}
     for rank, share in enumerate(plan.data_shares):
         first.setdefault((share.replica, share.part), rank)
     return [first[key] for key in sorted(first)]

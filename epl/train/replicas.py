@@ -38,7 +38,6 @@ from epl.report.log import notice, warn
 from epl.train.arguments import Arguments
 from epl.train.weights import replica_factor, row_factor, within_replica
 
-
 _parallelized: list[Replicas] = []  # since epl.init; its close() takes them out
 
 
@@ -136,16 +135,12 @@ class Replicas:
             copy_from_first(tensors, dist.group.WORLD)
 
     def _sync_batch_norm(self) -> None:
-        if self._env.config.communication.sync_batch_norm:
-            assert dist.group.WORLD is not None
-            self._undo.append(
-                sync_batch_norm(
-                    self.model,
-                    self._env.communicators()[0],
-                    factor=self._factor,
-                    counted=lambda: (share := active_share()) is None or not share.padded,
-                )
-            )
+        """Batch statistics over all replicas if asked for; over a replica's own ranks always, where they divide its rows."""
+        everywhere = self._env.config.communication.sync_batch_norm
+        if everywhere or self.plan.parts > 1:
+            group = self._env.communicators()[0] if everywhere else self._inside_and_across[0]
+            counted = lambda: (share := active_share()) is None or not share.padded  # noqa: E731
+            self._undo.append(sync_batch_norm(self.model, group, factor=self._factor, counted=counted).undo)
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
@@ -164,7 +159,7 @@ class Replicas:
             factor = self._factor if settings.clip_after_allreduce else self._replica_factor
             first, *others = self._env.communicators()
             return [self._reducer(first, policy, factor, communicators=others)]
-        inside, across = self._groups_inside_and_across()
+        inside, across = self._inside_and_across
         within = dataclasses.replace(policy, when="backward")
         return [
             self._reducer(inside, within, lambda: plan.parts * within_replica(plan.parts, active_share())),
@@ -185,14 +180,16 @@ class Replicas:
             **more,
         )
 
-    def _groups_inside_and_across(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    @functools.cached_property
+    def _inside_and_across(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The group of this rank's replica, and that of the ranks with the same part of every replica."""
         plan = self.plan
         inside = [list(plan.replica_ranks(r)) for r in range(plan.num_replicas)]
         across = [list(ranks) for ranks in zip(*inside, strict=True)]
         made = []
         for ranks in (inside, across):
             with speaking(self._job, "making process groups"):
-                group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._job.timeout)
+                group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._job.timeout)  # type: ignore[no-untyped-call]
             made.append(group)
         return made[0], made[1]
 
@@ -279,12 +276,16 @@ class Replicas:
             sliced=io.slicing,
         )
         distribute_loader(loader, share, _LoaderExchange(self._job))
-        self._undo.append(lambda: restore_loader(loader) and None)
+        self._undo.append(functools.partial(_restore, loader))
 
     def _close(self) -> None:
         while self._undo:
             self._undo.pop()()
         _parallelized.remove(self)
+
+
+def _restore(loader: DataLoader[object]) -> None:
+    restore_loader(loader)
 
 
 class _LoaderExchange:

@@ -38,7 +38,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor] | N
         if everyone[0][1]:  # type: ignore[index]
             problems = ["rank 0 passed None; expected the state dict there"]
     if problems:
-        raise StateError(list_problems(f"this state dict does not fit {type(inner).__name__}; nothing was loaded", problems))
+        raise StateError(
+            list_problems(f"this state dict does not fit {type(inner).__name__}; nothing was loaded", problems)
+        )
     if state is not None:
         inner.load_state_dict(state)
     if not alone:
