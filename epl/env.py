@@ -20,8 +20,8 @@ from epl.cluster.surroundings import Surroundings, discover
 from epl.cluster.topology import Topology
 from epl.cluster.topology import setup_process_groups as make_topology
 from epl.config import Config
-from epl.errors import ClusterError, NotInitializedError, UsageError
-from epl.graph import registry
+from epl.errors import ClusterError, NotBuiltError, NotInitializedError, UsageError
+from epl.graph import Annotation, registry
 from epl.launch.failure import record_failure
 from epl.plan.plan import Plan
 from epl.report.log import set_up_log
@@ -113,6 +113,8 @@ def init(config: Config | None = None) -> None:
     Env._current = Env(config, _describe(surroundings, config, node_of_rank=nodes), job)
     if cluster.device.type == "cuda":
         torch.cuda.set_device(cluster.device)
+    if cluster.world_size > 1:
+        registry.on_forward_scope = _refuse_forward_scope
     _watch_for_failure()
 
 
@@ -133,6 +135,14 @@ def setup_process_groups(axes: Sequence[tuple[str, float]]) -> Topology:
         env.topology.destroy()
     env.topology = topology
     return topology
+
+
+def _refuse_forward_scope(annotation: Annotation) -> None:
+    raise NotBuiltError(
+        f"the scope {annotation.title} is inside a module's forward: on several ranks this version of epl only knows "
+        "annotations made where modules are built. Move the scope around the construction of what it encloses "
+        f"(`with {annotation.title}: self.part = …`), or use epl.annotate. On one device it simply runs."
+    )
 
 
 def _describe(surroundings: Surroundings, config: Config, **known: Any) -> Cluster:

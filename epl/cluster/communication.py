@@ -171,7 +171,7 @@ def speaking(job: Job, what: str) -> Iterator[None]:
     except (RuntimeError, dist.DistError) as error:
         if isinstance(error, CommunicationError):
             raise
-        raise _translate(job, what, time.monotonic() - start, error) from error
+        raise _translate(job, what, time.monotonic() - start, error) from None  # c10d's own text says less
 
 
 def _translate(job: Job, what: str, seconds: float, error: Exception) -> CommunicationError:

@@ -202,11 +202,15 @@ class Replicas:
         return replica_factor(plan.settings.gradients_reduce_method, plan.num_replicas, plan.parts, active_share())
 
     def _meet(self, what: str, bits: int) -> Callable[[], int]:
-        meeting = self._job.meet(what, bits)
+        meeting = self._job.meet(self._title(what), bits)
         return lambda: meeting.wait().union
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
-        return speaking(self._job, f"{what} of {type(self.model).__name__}")
+        return speaking(self._job, self._title(what))
+
+    def _title(self, what: str) -> str:
+        taskgraphs = ", ".join(t.name for t in self.plan.taskgraphs)
+        return f"{what} of {type(self.model).__name__} (TaskGraph {taskgraphs})"
 
     def _on_new(self, parameters: list[Named]) -> None:
         """Parameters that turned up after `parallelize` start from rank 0's values like all others."""
