@@ -81,6 +81,71 @@ def test_two_shuffled_loaders_zipped_draw_in_the_order_of_a_plain_run() -> None:
     own.restore()
 
 
+def test_shuffled_ready_batches_zipped_draw_in_the_order_of_a_plain_run() -> None:
+    def make() -> list[DataLoader[Any]]:
+        data = [torch.full((2,), i) for i in range(8)]
+        return [DataLoader(data, batch_size=None, shuffle=True) for _ in range(2)]  # type: ignore[arg-type]
+
+    def rank_main(rank: int, exchange: Exchange) -> list[list[int]]:
+        torch.manual_seed(1)
+        a, b = (distribute_loader(loader, shares(2)[rank], exchange) for loader in make())
+        return [[int(x[0]), int(y[0])] for x, y in zip(a, b, strict=True)]
+
+    first, second = together(2, rank_main)
+    found = [pair for pairs in zip(first, second, strict=True) for pair in pairs]
+    own = RngState.capture()
+    torch.manual_seed(1)
+    assert found == [[int(x[0]), int(y[0])] for x, y in zip(*make(), strict=True)]
+    own.restore()
+
+
+class Lazy(Sampler[int]):
+    """Draws each index from the process's generator when it is asked for it."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(3000):
+            yield int(torch.randint(50, ()))
+
+    def __len__(self) -> int:
+        return 3000
+
+
+def test_later_windows_count_for_ranks_in_step_too() -> None:
+    big = DataLoader(numbers(50), batch_size=500, sampler=Lazy())
+    expected, state = plain(big, epochs=2, seed=9)
+    kept = []
+
+    def rank_main(rank: int, exchange: Exchange) -> list[Any]:
+        torch.manual_seed(9)
+        loader = DataLoader(numbers(50), batch_size=250, sampler=Lazy())
+        seen = [list(read(distribute_loader(loader, shares(2)[rank], exchange))) for _ in range(2)]
+        kept.append(RngState.capture() == state)
+        return seen
+
+    assert same(global_batches(together(2, rank_main)), expected)
+    assert kept == [True, True]
+
+
+class EagerBatches(Sampler[list[int]]):
+    """Draws when asked for its iterator, which torch does twice where there are workers."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(12).view(6, 2).tolist())
+
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_sampler_that_draws_at_once_draws_as_in_a_plain_run(workers: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(numbers(12), batch_sampler=EagerBatches(), num_workers=workers)
+
+    found = global_batches(read_divided(make, shares(2), epochs=2, seed=4))
+    expected, _ = plain(make(), epochs=2, seed=4)
+    assert [torch.cat(epoch).tolist() for epoch in found] == [torch.cat(epoch).tolist() for epoch in expected]
+
+
 @pytest.mark.parametrize("generator_of", ["loader", "sampler"])
 def test_a_generator_of_the_users_is_put_where_rank_0s_is(generator_of: str) -> None:
     def make(seed: int, size: int) -> DataLoader[Any]:
