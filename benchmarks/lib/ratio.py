@@ -1,0 +1,45 @@
+"""How two things that were measured side by side compare, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of paired ratios, with an interval that holds the true median with 95 % confidence.
+
+    Of few pairs the interval is the whole range that was seen: its confidence is then lower (50 % of two pairs).
+    """
+
+    value: float
+    low: float
+    high: float
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f}, {self.pairs} pairs)"
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """ours / theirs, pair by pair: what slows a whole pair down (a busy machine) cancels out."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, high = median_interval(ratios)
+    return Ratio(statistics.median(ratios), low, high, len(ratios))
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Two of the values between which the median of what they were drawn from lies, with this confidence.
+
+    Each value is below the true median with probability ½ whatever its distribution, so how many are is binomial.
+    """
+    ordered, n = sorted(values), len(values)
+    cut, tail = 0, 0.0  # values left out at either end; probability that the median is out there
+    while (n - 1) > 2 * cut and tail + math.comb(n, cut) / 2**n <= (1 - confidence) / 2:
+        tail += math.comb(n, cut) / 2**n
+        cut += 1
+    first = max(cut - 1, 0)
+    return ordered[first], ordered[n - 1 - first]
