@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import CellType
-from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -82,11 +81,6 @@ def is_batch_norm(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
-def loader_iterates_dataset(loader: torch.utils.data.DataLoader[Any]) -> bool:
-    """Whether the loader reads an iterable dataset; the loader itself decides by this private mark."""
-    return bool(loader._dataset_kind == torch.utils.data.dataloader._DatasetKind.Iterable)
-
-
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """All tensors end to end in one new tensor."""
     return torch.cat([t.detach().reshape(-1) for t in tensors])
@@ -98,8 +92,3 @@ def tree_leaves(tree: object) -> list[object]:
     torch.utils.pytree, the public one, needs optree and does not know what was registered here.
     """
     return list(_pytree.tree_leaves(tree))
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with every leaf replaced by `function(leaf)`; see `tree_leaves`."""
-    return _pytree.tree_map(function, tree)

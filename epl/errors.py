@@ -12,6 +12,7 @@
     ├── DataError            (ValueError)           a loader or a list of files that cannot be divided
     ├── StateError           (ValueError)           a state dict that does not fit the model
     ├── LaunchError          (ValueError)           what epl-launch was asked to do cannot be done
+    ├── NonFiniteNormError   (RuntimeError)         gradients are infinite or not a number, and clipping was to say so
     └── CommunicationError   (RuntimeError)         while ranks talked to each other
         ├── RanksDisagreeError                      ranks are at different places of the program, or saw different things
         ├── PeerLostError                           another rank raised or died
@@ -71,6 +72,10 @@ class StateError(EplError, ValueError):
 
 class LaunchError(EplError, ValueError):
     """`epl-launch` was asked for something that cannot be done."""
+
+
+class NonFiniteNormError(EplError, RuntimeError):
+    """The total norm of the gradients is infinite or not a number, and the caller asked for an error then."""
 
 
 class CommunicationError(EplError, RuntimeError):

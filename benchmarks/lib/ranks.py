@@ -88,8 +88,10 @@ def _context() -> multiprocessing.context.ForkServerContext:
     context.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel.distributed", "epl"])
     for name in [name for name in os.environ if name.startswith("EPL_")]:
         del os.environ[name]  # settings of the user's would change what is measured
-    # The server reads these when it starts; Python 3.11's ignores sys.path for what it preloads.
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    # The server reads these when it starts. Python 3.11's ignores sys.path for what it preloads, and would look into the
+    # working directory first.
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     return context
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -253,7 +254,7 @@ def _unpack(numbers: list[int]) -> int:
 
 def _kind_number(kind: str) -> int:
     """A number that is the same for the same text in every process (hash() is not)."""
-    return int.from_bytes(kind.encode()[:32].ljust(32, b"\0"), "little") % ((1 << 61) - 1)
+    return int.from_bytes(hashlib.blake2b(kind.encode(), digest_size=7).digest(), "little")
 
 
 def _restart_count() -> str:

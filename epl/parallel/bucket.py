@@ -23,15 +23,24 @@ class Slot:
 
     parameter: nn.Parameter
     name: str
-    view: torch.Tensor  # the part of the bucket that is parameter.grad
     bucket: Bucket
     position: int  # in the bucket
+    offset: int
+    view: torch.Tensor = dataclasses.field(init=False)  # the part of the bucket that is parameter.grad
+    address: int = dataclasses.field(init=False)  # of that part
     fired: bool = False  # its gradient came in the backward pass that is running, and is divided by N already
     dirty: bool = False  # .grad holds something of earlier passes that the other ranks have not seen
+
+    def __post_init__(self) -> None:
+        piece = self.bucket.flat[self.offset : self.offset + self.parameter.numel()]
+        self.view = _shaped_like(piece, self.parameter)
+        self.address = self.view.data_ptr()
 
     def load(self, scale: float) -> None:
         """Put `scale` times the parameter's gradient into the bucket; the gradient lives there from now on."""
         gradient = self.parameter.grad
+        if gradient is self.view and gradient.data_ptr() != self.address:
+            self.__post_init__()  # model.to(…) has moved the memory of our own view away from the bucket
         if gradient is None or gradient.is_sparse:
             self.view.zero_()
         elif gradient is self.view:
@@ -77,8 +86,7 @@ def make_bucket(parameters: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
     bucket = Bucket(flat, elements, [])
     offset = 0
     for position, (name, parameter) in enumerate(parameters):
-        piece = flat[offset : offset + parameter.numel()]
-        bucket.slots.append(Slot(parameter, name, _shaped_like(piece, parameter), bucket, position))
+        bucket.slots.append(Slot(parameter, name, bucket, position, offset))
         offset += parameter.numel()
     return bucket
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from epl import _torch
 
-
 _SMALL = 1 << 16  # elements; running statistics are smaller than this
 
 

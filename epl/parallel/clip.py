@@ -17,11 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epl import _torch
-from epl.errors import EplError, UsageError, list_problems
-
-
-class NonFiniteNormError(EplError, RuntimeError):
-    """The total norm is infinite or not a number, and the caller asked for an error then."""
+from epl.errors import NonFiniteNormError, UsageError, list_problems
 
 
 @torch.no_grad()

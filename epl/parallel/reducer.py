@@ -332,13 +332,20 @@ class GradientReducer:
         device = next((b.flat.device for b in self._buckets), torch.device("cpu"))
         count = len(self._buckets) + _FIRST_BUCKET
         flags = torch.tensor([bits >> n & 1 for n in range(count)], dtype=torch.uint8, device=device)
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._own_group, async_op=True)
 
         def told() -> int:
             work.wait()
             return sum(flag << n for n, flag in enumerate(flags.tolist()))
 
         return functools.cache(told)
+
+    @functools.cached_property
+    def _own_group(self) -> dist.ProcessGroup:
+        """For words only: a rank speaks before, between or after its buckets, so they must not share a group."""
+        ranks = dist.get_process_group_ranks(self.group)
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        return group
 
     # ---- layout ----------------------------------------------------------------------------------------------------
 

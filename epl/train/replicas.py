@@ -138,9 +138,11 @@ class Replicas:
         """Batch statistics over all replicas if asked for; over a replica's own ranks always, where they divide its rows."""
         everywhere = self._env.config.communication.sync_batch_norm
         if everywhere or self.plan.parts > 1:
-            group = self._env.communicators()[0] if everywhere else self._inside_and_across[0]
-            counted = lambda: (share := active_share()) is None or not share.padded  # noqa: E731
-            self._undo.append(sync_batch_norm(self.model, group, factor=self._factor, counted=counted).undo)
+            # A group of its own: statistics travel in the middle of backward, between buckets that may come in another
+            # order on another rank.
+            group = self._new_group() if everywhere else self._new_groups(self._ranks_of_replicas())
+            synced = sync_batch_norm(self.model, group, factor=self._factor, counted=_rows_count, guard=self._guard)
+            self._undo.append(synced.undo)
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
@@ -159,7 +161,8 @@ class Replicas:
             factor = self._factor if settings.clip_after_allreduce else self._replica_factor
             first, *others = self._env.communicators()
             return [self._reducer(first, policy, factor, communicators=others)]
-        inside, across = self._inside_and_across
+        replicas = self._ranks_of_replicas()
+        inside, across = self._new_groups(replicas), self._new_groups([list(r) for r in zip(*replicas, strict=True)])
         within = dataclasses.replace(policy, when="backward")
         return [
             self._reducer(inside, within, lambda: plan.parts * within_replica(plan.parts, active_share())),
@@ -180,18 +183,18 @@ class Replicas:
             **more,
         )
 
-    @functools.cached_property
-    def _inside_and_across(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The group of this rank's replica, and that of the ranks with the same part of every replica."""
-        plan = self.plan
-        inside = [list(plan.replica_ranks(r)) for r in range(plan.num_replicas)]
-        across = [list(ranks) for ranks in zip(*inside, strict=True)]
-        made = []
-        for ranks in (inside, across):
-            with speaking(self._job, "making process groups"):
-                group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._job.timeout)  # type: ignore[no-untyped-call]
-            made.append(group)
-        return made[0], made[1]
+    def _ranks_of_replicas(self) -> list[list[int]]:
+        return [list(self.plan.replica_ranks(replica)) for replica in range(self.plan.num_replicas)]
+
+    def _new_group(self) -> dist.ProcessGroup:
+        return self._new_groups([list(range(self.plan.world_size))])
+
+    def _new_groups(self, ranks: list[list[int]]) -> dist.ProcessGroup:
+        """The one of these groups that this rank is in; all ranks make them together."""
+        with speaking(self._job, "making process groups"):
+            made = dist.new_subgroups_by_enumeration(ranks, timeout=self._job.timeout)  # type: ignore[no-untyped-call]
+        group: dist.ProcessGroup = made[0]
+        return group
 
     def _factor(self) -> float:
         plan = self.plan
@@ -286,6 +289,12 @@ class Replicas:
         while self._undo:
             self._undo.pop()()
         _parallelized.remove(self)
+
+
+def _rows_count() -> bool:
+    """Whether the rows this rank sees count: they do not if they only repeat others'."""
+    share = active_share()
+    return share is None or not share.padded
 
 
 def _restore(loader: DataLoader[object]) -> None:

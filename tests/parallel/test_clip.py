@@ -17,9 +17,9 @@ from torch.nn.utils import clip_grad_value_ as early_clip_grad_value_
 from torch.nn.utils import get_total_norm as early_get_total_norm
 
 from epl import _torch
-from epl.errors import UsageError
+from epl.errors import NonFiniteNormError, UsageError
 from epl.parallel import clip_grad_norm_
-from epl.parallel.clip import NonFiniteNormError, install_clipping, total_norm
+from epl.parallel.clip import install_clipping, total_norm
 from tests.harness import rank_errors, run_ranks
 
 NORMS = (1.0, 2.0, 3.0, math.inf)

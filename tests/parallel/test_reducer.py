@@ -327,6 +327,30 @@ def test_create_graph_is_refused():
         assert "torch.autograd.grad" in error[1]
 
 
+def _words_between_buckets():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Linear(600, 600) for _ in range(3)]).double()
+    plain = copy.deepcopy(net)
+    GradientReducer(net, policy=ReducePolicy(max_splits=3))
+    x = torch.randn(2, 3, 600, dtype=torch.float64)
+    rank = dist.get_rank()
+    for step in range(3):
+        net.zero_grad()
+        loss = sum(layer(x[rank]).mean() for n, layer in enumerate(net) if rank == 0 or n != step)
+        loss.backward()
+        plain.zero_grad()
+        (sum(layer(x[0]).mean() for layer in plain) / 2).backward()
+        (sum(layer(x[1]).mean() for n, layer in enumerate(plain) if n != step) / 2).backward()
+        _compare(_gradients(net), _gradients(plain))
+
+
+def test_words_do_not_mix_with_buckets():
+    # Words and buckets once shared a group: the rank with an unused layer spoke before its last bucket left, the other
+    # after, and Gloo aborted both.
+    run_ranks(_words_between_buckets, 2)
+
+
 def test_divide_keeps_order_and_count():
     mib = SMALLEST
     assert divide([mib // 2] * 3, 5) == [3]

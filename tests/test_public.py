@@ -1,0 +1,56 @@
+"""The public map: adding or removing a name is a decision, made here too."""
+
+from __future__ import annotations
+
+import inspect
+
+import epl
+from epl import errors
+
+
+def test_public_names():
+    assert sorted(epl.__all__) == [
+        "Config",
+        "Env",
+        "annotate",
+        "clip_grad_norm_",
+        "data",
+        "errors",
+        "full_state_dict",
+        "gather_for_metrics",
+        "global_mean",
+        "global_sum",
+        "init",
+        "load_full_state_dict",
+        "no_sync",
+        "num_replicas",
+        "parallel",
+        "parallelize",
+        "replicate",
+        "set_default_strategy",
+        "setup_process_groups",
+        "split",
+    ]
+    for name in epl.__all__:
+        assert getattr(epl, name).__doc__, f"{name} has no docstring"
+
+
+def test_the_manuals_signatures():
+    assert str(inspect.signature(epl.Config.__init__)).startswith("(self, param_dict")
+    assert list(inspect.signature(epl.init).parameters) == ["config"]
+    assert list(inspect.signature(epl.replicate).parameters) == ["device_count", "name"]
+    assert list(inspect.signature(epl.split).parameters) == ["device_count", "name"]
+    assert list(inspect.signature(epl.set_default_strategy).parameters) == ["strategy"]
+    assert list(inspect.signature(epl.parallelize).parameters) == ["model", "optimizers_and_loaders", "loss_fn"]
+
+
+def test_the_error_tree_is_drawn_as_it_is():
+    classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.EplError)]
+    drawn = errors.__doc__ or ""
+    for cls in classes:
+        assert cls.__name__ in drawn
+        others = [b.__name__ for b in cls.__bases__ if not issubclass(b, errors.EplError)]
+        line = next(line for line in drawn.splitlines() if cls.__name__ in line)
+        for other in others:
+            if other != "Exception":
+                assert f"({other})" in line

@@ -1,0 +1,84 @@
+"""Each private torch name that epl leans on still behaves as epl/_torch.py says; a new torch release must pass these first."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from epl import _torch
+
+
+def test_callbacks_run_once_when_backward_ends():
+    order: list[str] = []
+    p = nn.Parameter(torch.ones(2))
+
+    def hook(parameter):
+        order.append("hook")
+        _torch.when_backward_ends(lambda: order.append("end"))
+
+    p.register_post_accumulate_grad_hook(hook)
+    assert _torch.backward_id() == -1
+    (p * 2).sum().backward()
+    assert order == ["hook", "end"]
+
+
+def test_backward_ids_tell_nested_passes_apart():
+    seen: list[int] = []
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(_torch.backward_id())
+            with torch.enable_grad():
+                q = nn.Parameter(torch.ones(1))
+                q.register_hook(lambda g: seen.append(_torch.backward_id()))
+                (q * 2).sum().backward()
+            return gradient
+
+    Nested.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert len(set(seen)) == 2
+    assert -1 not in seen
+
+
+def test_a_hook_before_accumulation_comes_after_the_users_and_may_replace_the_gradient():
+    p, order = nn.Parameter(torch.ones(1)), []
+    accumulator = _torch.gradient_accumulator(p)
+    accumulator.register_prehook(lambda g: (order.append("ours"), (g[0] * 3,))[1])
+    p.register_hook(lambda g: order.append("user's"))
+    (p * 2).sum().backward()
+    assert order == ["user's", "ours"]
+    assert p.grad.item() == 6
+    p.requires_grad_(False).requires_grad_(True)
+    p.grad = None
+    (p * 2).sum().backward()
+    assert p.grad.item() == 6  # the node survives freezing
+
+
+def test_versions_count_changes_in_place():
+    t = torch.zeros(2)
+    before = _torch.version_of(t)
+    t.add_(1)
+    assert _torch.version_of(t) == before + 1
+
+
+def test_batch_norm_writes_its_statistics_without_counting():
+    # Why BufferKeeper compares small buffers by value; if this fails, it need not any more.
+    norm = nn.BatchNorm1d(2)
+    before = _torch.version_of(norm.running_mean)
+    norm(torch.randn(4, 2))
+    assert _torch.version_of(norm.running_mean) == before
+
+
+def test_the_users_module_under_torch_compile():
+    inner = nn.Linear(1, 1)
+    assert _torch.module_without_compile(torch.compile(inner, backend="eager")) is inner
+    assert _torch.module_without_compile(inner) is inner
+
+
+def test_trees():
+    tree = {"a": [1, (2, None)], "b": 3}
+    assert _torch.tree_leaves(tree) == [1, 2, None, 3]
