@@ -39,8 +39,8 @@ class Slot:
     def load(self, scale: float) -> None:
         """Put `scale` times the parameter's gradient into the bucket; the gradient lives there from now on."""
         gradient = self.parameter.grad
-        if gradient is self.view and gradient.data_ptr() != self.address:
-            self.__post_init__()  # model.to(…) has moved the memory of our own view away from the bucket
+        if self.view.data_ptr() != self.address:
+            self.__post_init__()  # model.to(…) has moved our view, as the gradient it was, away from the bucket
         if gradient is None or gradient.is_sparse:
             self.view.zero_()
         elif gradient is self.view:
