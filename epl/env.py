@@ -189,6 +189,7 @@ def _agree(job: Job, surroundings: Surroundings, config: Config, problem: str) -
 
 
 _hooks_set = False
+_failed = False
 
 
 def _watch_for_failure() -> None:
@@ -200,6 +201,8 @@ def _watch_for_failure() -> None:
     before = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _failed
+        _failed = True
         job = Env._current._job if Env._current is not None else None
         if job is not None:
             job.tell_failure("".join(traceback.format_exception(kind, error, trace)).rstrip())
@@ -212,6 +215,8 @@ def _watch_for_failure() -> None:
 
 def _end() -> None:
     if Env._current is not None:
+        if Env._current._job is not None and not _failed:
+            Env._current._job.tell_end()
         with contextlib.suppress(Exception):  # at exit nobody is left to tell
             Env._current.close()
         Env._current = None

@@ -150,6 +150,19 @@ class Job:
             with contextlib.suppress(Exception):
                 self.store.set(f"failure/{self.rank}", f"{time.time()}\n{text}")
 
+    def tell_end(self) -> None:
+        """Leave word that this rank's script has come to its end; never raises."""
+        if self.store is not None:
+            with contextlib.suppress(Exception):
+                self.store.set(f"ended/{self.rank}", "")
+
+    def ended_ranks(self) -> list[int]:
+        """Ranks whose script has come to its end."""
+        with contextlib.suppress(Exception):
+            if self.store is not None:
+                return [rank for rank in range(self.world_size) if self.store.check([f"ended/{rank}"])]
+        return []
+
     def peer_failure(self, patience: float = 2.0) -> str:
         """The error of the rank that failed first, as it told it; empty if nobody did."""
         return _first_told(self.store, "failure", self.world_size, self.rank, patience)
@@ -187,6 +200,12 @@ def _translate(job: Job, what: str, seconds: float, error: Exception) -> Communi
             f"{me} waited {seconds:.0f} s in {what} and nobody answered (communication.timeout is "
             f"{job.timeout.total_seconds():g} s). {silent}Usual causes: a rank took another branch of the program, "
             "skipped a step, or is still computing; in the last case raise communication.timeout."
+        )
+    ended = job.ended_ranks()
+    if ended:
+        return PeerLostError(
+            f"{me} was in {what}, but the script of rank {', '.join(map(str, ended))} has ended: it took fewer steps, or "
+            "left out this call. Do what involves several ranks on every rank alike, the same number of times."
         )
     return PeerLostError(
         f"{me} was in {what} when the connection to another rank broke; that rank died without a Python error "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from typing import TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from epl.cluster.batch import broadcast_batch
 from epl.cluster.cluster import Cluster
 from epl.cluster.communication import Job, speaking
 from epl.errors import RanksDisagreeError, TopologyError
+
+if TYPE_CHECKING:
+    from epl.cluster.selftest import CommunicationReport
 
 T = TypeVar("T")
 
@@ -111,6 +114,12 @@ class Topology:
     def dump(self) -> str:
         """Every group on a line of its own."""
         return self.axes.dump()
+
+    def check(self) -> CommunicationReport:
+        """Try communication in every group: collectives and a ring of messages, with the numbers checked."""
+        from epl.cluster.selftest import check_communication  # it needs Topology
+
+        return check_communication(self)
 
     def destroy(self) -> None:
         """Give the process groups back; `setup_process_groups` may then be called again. Twice does no harm."""

@@ -16,10 +16,22 @@ from epl.errors import UsageError
 from epl.train.replicas import Replicas
 
 
-def num_replicas() -> int:
-    """How many model replicas there are, as planned by the last `epl.parallelize`; 1 before it."""
+def num_replicas() -> int | float:
+    """How many model replicas there are, as planned by the last `epl.parallelize`; 1 before it.
+
+    In an uneven tail, where replicas are weighted by their rows, it is the number of replicas *like this one* that would
+    make up the global batch (5 rows of which this one has 2: 2.5). So a loss that is to be divided by a count over all
+    replicas is exact there too, where every rank has rows of its own replica (`replicate(1)`):
+
+        loss = loss_sum * epl.num_replicas() / epl.global_sum(count)
+    """
     plan = Env.get().plan
-    return plan.num_replicas if plan is not None else 1
+    if plan is None:
+        return 1
+    share = active_share()
+    if share is None or share.even or share.padded or plan.parts > 1 or plan.settings.gradients_reduce_method == "sum":
+        return plan.num_replicas
+    return share.total / share.own
 
 
 def global_mean(value: torch.Tensor | float) -> torch.Tensor:

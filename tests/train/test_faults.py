@@ -127,3 +127,10 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path):
     assert "rank 1" in stderr
     assert "SIGKILL" in stderr
     assert seconds < 40
+
+
+def test_a_rank_that_ended_early_is_named(tmp_path):
+    code, stderr, _, seconds = _launch(tmp_path, "sys.exit(0)")
+    assert code == 1
+    assert "the script of rank 1 has ended" in stderr
+    assert seconds < 40

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -309,3 +311,28 @@ def test_model_is_released_by_the_next_init(alone):
     assert Replicas.of(model) is not None
     epl.init()
     assert Replicas.of(model) is None
+
+
+def _normalised_by_a_global_count():
+    epl.init()
+    torch.manual_seed(0)
+    x, y = torch.randn(13, 4, dtype=torch.float64), torch.randint(0, 3, (13,))
+    model = nn.Linear(4, 3).double()
+    plain = copy.deepcopy(model)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    epl.parallelize(model, loader)
+    rows = 4 * epl.num_replicas()
+    for step, (a, b) in enumerate(loader):
+        counted = (b != 0).double()
+        loss_sum = (F.cross_entropy(model(a), b, reduction="none") * counted).sum()
+        model.zero_grad()
+        (loss_sum * epl.num_replicas() / epl.global_sum(counted.sum())).backward()
+        xs, ys = x[step * rows : (step + 1) * rows], y[step * rows : (step + 1) * rows]
+        plain.zero_grad()
+        F.cross_entropy(plain(xs), ys.where(ys != 0, -100)).backward()
+        torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+    return epl.num_replicas()
+
+
+def test_a_loss_divided_by_a_global_count_is_exact_in_the_tail_too():
+    assert run_ranks(_normalised_by_a_global_count, 2) == [2, 2]
