@@ -1,8 +1,8 @@
 """A pipeline schedule as a picture: devices as rows, time to the right, as text and as SVG.
 
 PreferBackward: 2 stages on 2 devices, 3 micro batches
-0 | F0 F1 .  .  B0--- F2 B1--- .  .  B2---
-1 | .  F0 B0--- F1 B1--- .  F2 B2--- .  .
+0 | F0 F1 .  .  B0--- F2 B1--- .  B2---
+1 | .  F0 B0--- F1 B1--- F2 B2--- .  .
 bubble 25.0 %, makespan 12, live micro batches at most 2 1
 """
 

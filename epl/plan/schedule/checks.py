@@ -24,8 +24,10 @@ def check(schedule: Schedule, sends: Sends = "buffered") -> None:
     """
     problems = _problems(schedule, sends)
     if problems:
-        shown = problems if len(problems) <= _SHOWN else [*problems[:_SHOWN], f"… and {len(problems) - _SHOWN} more"]
-        raise PlanError(list_problems(f"the schedule {schedule.name} would not run", shown))
+        title = f"the schedule {schedule.name} would not run"
+        if len(problems) > _SHOWN:
+            title += f" ({len(problems)} reasons, of which the first {_SHOWN})"
+        raise PlanError(list_problems(title, problems[:_SHOWN]))
 
 
 def _problems(schedule: Schedule, sends: Sends) -> list[str]:
