@@ -21,6 +21,7 @@ from epl.config import Config
 from epl.env import Env, init, setup_process_groups
 from epl.parallel import clip_grad_norm_
 from epl.strategy import annotate, replicate, set_default_strategy, split
+from epl.train.forward_backward import forward_backward, forward_eval
 from epl.train.metrics import gather_for_metrics, global_mean, global_sum, no_sync, num_replicas
 from epl.train.parallelize import parallelize
 from epl.train.state import full_state_dict, load_full_state_dict
@@ -33,6 +34,8 @@ __all__ = [
     "clip_grad_norm_",
     "data",
     "errors",
+    "forward_backward",
+    "forward_eval",
     "full_state_dict",
     "gather_for_metrics",
     "global_mean",

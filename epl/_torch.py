@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import CellType
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -92,3 +93,8 @@ def tree_leaves(tree: object) -> list[object]:
     torch.utils.pytree, the public one, needs optree and does not know what was registered here.
     """
     return list(_pytree.tree_leaves(tree))
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with every leaf replaced by `function(leaf)`; see `tree_leaves`."""
+    return _pytree.tree_map(function, tree)

@@ -63,9 +63,7 @@ def run_ranks(
     return [r.outcome[1] for r in ranks if r.outcome is not None]
 
 
-def rank_errors(
-    function: Callable[..., Any], nranks: int, *args: Any, **options: Any
-) -> list[tuple[str, str] | None]:
+def rank_errors(function: Callable[..., Any], nranks: int, *args: Any, **options: Any) -> list[tuple[str, str] | None]:
     """For each rank (class name, message) of the error it ended with, or None; for tests of errors on every rank."""
     ranks = finish_ranks(function, nranks, *args, **options)
     found: list[tuple[str, str] | None] = []

@@ -127,10 +127,6 @@ VALUES: dict[str, tuple[list[tuple[object, object]], list[object]]] = {
 GOOD = [(key, given, kept) for key, (good, _) in VALUES.items() for given, kept in good]
 BAD = [(key, value) for key, (_, bad) in VALUES.items() for value in bad]
 UNBUILT = {
-    "pipeline.num_micro_batch": 4,
-    "pipeline.num_stages": 2,
-    "pipeline.strategy": "PreferForward",
-    "pipeline.num_chunks": 2,
     "gradient_checkpoint.type": "auto",
     "gradient_checkpoint.end_taskgraph": 0,
     "gradient_checkpoint.check_gradients": True,
@@ -524,11 +520,11 @@ def test_missing_file_and_directory_are_refused_by_path(tmp_path: Path) -> None:
 
 def test_unbuilt_in_a_file_names_the_path(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text("[pipeline]\nnum_micro_batch = 4\n")
+    path.write_text("[optimizer]\nnum_apply_group = 4\n")
     with pytest.raises(NotBuiltError) as caught:
         Config.from_file(path)
     assert str(path) in str(caught.value)
-    assert "'pipeline.num_micro_batch' = 4" in str(caught.value)
+    assert "'optimizer.num_apply_group' = 4" in str(caught.value)
 
 
 # --- the docs page --------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ def test_public_names():
         "clip_grad_norm_",
         "data",
         "errors",
+        "forward_backward",
+        "forward_eval",
         "full_state_dict",
         "gather_for_metrics",
         "global_mean",

@@ -40,26 +40,25 @@ MEMORY = Form(expected='"" or a size in KiB, MiB, GiB or TiB, such as "8GiB"', n
 class PipelineSettings:
     """Micro batches, and how they pass through the stages."""
 
-    today: ClassVar[str] = "one stage and one micro batch; to accumulate gradients, loop under epl.no_sync()"
-
     num_micro_batch: Annotated[
         int,
-        About("Micro batches per optimizer step; with one stage: gradient accumulation.", at_least=1, built=False),
+        About("Micro batches per optimizer step; with one stage: gradient accumulation.", at_least=1),
     ] = 1
     num_stages: Annotated[
-        int | None, About("Stages to cut the model into, with auto.auto_parallel.", at_least=1, built=False)
+        int | None,
+        About(
+            "Devices of one pipeline; forward_backward without a topology of your own puts all ranks into one.",
+            at_least=1,
+        ),
     ] = None
     strategy: Annotated[
         Literal["PreferBackward", "PreferForward", "PreferBackwardOptimizer", "Interleaved", "ZeroBubble"],
         About(
             "Order of forwards and backwards: PreferForward as in GPipe, PreferBackward as in PipeDream (1F1B).",
             our_words=("PreferBackwardOptimizer", "Interleaved", "ZeroBubble"),
-            built=False,
         ),
     ] = "PreferBackward"
-    num_chunks: Annotated[
-        int, About("Stages per device, for the Interleaved schedule.", ours=True, at_least=1, built=False)
-    ] = 1
+    num_chunks: Annotated[int, About("Stages per device, for the Interleaved schedule.", ours=True, at_least=1)] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

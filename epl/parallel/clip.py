@@ -10,6 +10,7 @@ Ranks that hold the *same* reduced gradients (data parallelism) need no group he
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -169,6 +170,41 @@ def _scale(gradients: list[Tensor], coefficient: Tensor) -> None:
 # ---- torch's functions ---------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class _Spread:
+    """Parameters of which every rank of a group holds different ones (the stages of a pipeline)."""
+
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup
+    elsewhere: frozenset[int]
+    """By id: parameters that another rank holds as well, and counts."""
+
+    def among(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Those of the gradients that belong to these parameters."""
+        own = {id(p.grad) for p in self.parameters if p.grad is not None}
+        return [g for g in gradients if id(g) in own]
+
+    def elsewhere_now(self) -> set[int]:
+        """By id: the gradients that another rank counts."""
+        return {id(p.grad) for p in self.parameters if id(p) in self.elsewhere}
+
+
+def count_over(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, counted_elsewhere: Iterable[int] = ()
+) -> Callable[[], None]:
+    """From now on torch's clipping functions give the norm over all ranks of the group for these parameters; the undo."""
+    spread = _Spread(tuple(parameters), group, frozenset(counted_elsewhere))
+    remove = install_clipping()
+    _patch.spreads.append(spread)
+
+    def undo() -> None:
+        if spread in _patch.spreads:
+            _patch.spreads.remove(spread)
+        remove()
+
+    return undo
+
+
 class _Patch:
     """torch's two functions that fail on sparse gradients, replaced; all but the sparse ones is left to torch's own.
 
@@ -177,6 +213,7 @@ class _Patch:
 
     def __init__(self) -> None:
         self.users = 0
+        self.spreads: list[_Spread] = []
         self._seams = _torch.clipping_seams()
         self._torch_norm, self._torch_value = (seam.cell_contents for seam in self._seams)
 
@@ -194,9 +231,27 @@ class _Patch:
         foreach: bool | None = None,
     ) -> Tensor:
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        for spread in self.spreads:
+            # A rank whose part has no gradient now (frozen) is asked for the norm of nothing, and takes part all the same.
+            if not listed or spread.among(listed):
+                return self._norm_over(spread, listed, float(norm_type), error_if_nonfinite)
         parts = [_dense_part(t) if t.is_sparse else t for t in listed]
         norm: Tensor = self._torch_norm(parts, norm_type, error_if_nonfinite, foreach)
         return norm
+
+    def _norm_over(self, spread: _Spread, listed: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Of parameters that are spread over a group, the norm of all of them; of others, which all ranks hold, once."""
+        own = {id(t) for t in spread.among(listed)}
+        counted = [t for t in listed if id(t) in own and id(t) not in spread.elsewhere_now()]
+        total = _total(counted, norm_type, (spread.group,))
+        rest = [t for t in listed if id(t) not in own]
+        if rest:
+            total = _vector_norm(torch.stack([total, _norm(rest, norm_type).to(total.device)]), norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise NonFiniteNormError(
+                f"the total norm (order {norm_type}) of the gradients of all ranks is {total.item()}"
+            )
+        return _presented(total, listed)
 
     def _value(self, parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)

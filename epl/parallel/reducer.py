@@ -101,6 +101,7 @@ class GradientReducer:
         self._known_sparse: set[int] = set()  # parameters whose gradient came sparse
         self._order: list[str] | None = None  # in which gradients come; known after the first backward pass
         self._syncing = True
+        self._held = False  # gradients leave as they come, but backward does not wait for them
         self._session: _Session | None = None
         self._all: list[Named] = []
         self._all_as_of = -1
@@ -159,10 +160,21 @@ class GradientReducer:
             if new := [(name, p) for name, p in parameters if id(p) not in known and not first_time]:
                 self._on_new(new)
 
-    @property
-    def pending(self) -> bool:
-        """Whether some gradient of this rank has not travelled yet."""
-        return any(slot.dirty and slot.parameter.grad is not None for slot in self._slots.values())
+    def accumulate(self) -> None:
+        """From now on backward passes only accumulate, until `send_next` or `finish` (a pipeline's micro batches)."""
+        self.refresh()
+        self._syncing = False
+
+    def send_next(self) -> None:
+        """The next backward pass is the last of this step: let gradients leave as they come, without waiting for them."""
+        self._syncing = self._held = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send what has not left yet and wait for everything; afterwards backward passes reduce by themselves again."""
+        self._syncing, self._held = True, False
+        self._session = self._session or _Session()
+        self._finish(1.0)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -175,8 +187,9 @@ class GradientReducer:
     def _before_forward(self, module: nn.Module, args: object) -> None:
         if _torch.backward_id() != -1 or not torch.is_grad_enabled():
             return  # a checkpoint computes again inside a backward pass; or an evaluation, maybe on this rank only
-        self._forget_session()  # one that is still open belongs to a backward pass that raised
-        self.refresh()
+        if not self._held:
+            self._forget_session()  # one that is still open belongs to a backward pass that raised
+            self.refresh()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Learn of the outermost backward pass: inside reentrant checkpoints parameters only see the inner ones."""
@@ -248,7 +261,7 @@ class GradientReducer:
     def _backward_ended(self, session: _Session, backward: int) -> None:
         if session is self._session:
             session.running.remove(backward)
-            if not session.running:
+            if not session.running and not self._held:
                 self._finish(1.0)
 
     def _finish(self, factor: float) -> None:

@@ -1,0 +1,154 @@
+"""One value on one edge of the pipeline as one flat buffer of bytes.
+
+    buffer:  | preamble, 64 bytes | tensor 0 | tensor 1 | …        each tensor at a multiple of 64 bytes
+
+What the bytes mean (the *form*: containers, plain Python values, shapes, dtypes, which tensors need a gradient) is told once and
+then assumed, so that in the steady state one message is all. The form travels as a pickle that stops at every tensor and
+writes its number, so containers need no code of ours (dicts, dataclasses, Hugging Face's outputs).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from epl.errors import UsageError
+
+PREAMBLE, ALIGN = 64, 64
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Form:
+    """Everything about a value but the numbers in its tensors."""
+
+    structure: bytes
+    """The value, pickled with numbers in the place of tensors."""
+    tensors: tuple[TensorForm, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins, and where the last one ends."""
+        found, position = [], PREAMBLE
+        for tensor in self.tensors:
+            found.append(position)
+            position += -(-tensor.nbytes // ALIGN) * ALIGN
+        return (*found, position)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the buffer."""
+        return self.offsets[-1]
+
+    @cached_property
+    def gradient(self) -> Form:
+        """The form of what comes back: the gradients of those tensors that need one."""
+        return Form(b"", tuple(TensorForm(t.shape, t.dtype, False) for t in self.tensors if t.needs_gradient))
+
+    def encode(self) -> bytes:
+        return pickle.dumps((self.structure, [(t.shape, t.dtype, t.needs_gradient) for t in self.tensors]))
+
+    @staticmethod
+    def decode(data: bytes) -> Form:
+        structure, tensors = pickle.loads(data)
+        return Form(structure, tuple(TensorForm(*t) for t in tensors))
+
+    def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+        """The buffer with these tensors; a None leaves its room unused."""
+        buffer = torch.empty(self.size, dtype=torch.uint8, device=device)
+        for form, offset, tensor in zip(self.tensors, self.offsets, tensors, strict=False):
+            if tensor is not None and form.nbytes:
+                self._room(buffer, form, offset).copy_(tensor)
+        return buffer
+
+    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in the buffer, as views of it."""
+        return [self._room(buffer, f, o) for f, o in zip(self.tensors, self.offsets, strict=False)]
+
+    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> object:
+        """The value with these tensors in their places."""
+        unpickler = _Unpickler(io.BytesIO(self.structure))
+        unpickler.tensors = tensors
+        return unpickler.load()
+
+    @staticmethod
+    def _room(buffer: torch.Tensor, form: TensorForm, offset: int) -> torch.Tensor:
+        return buffer[offset : offset + form.nbytes].view(form.dtype).view(form.shape)
+
+
+_single = pickle.dumps(("one tensor",))  # stands for the commonest value, a bare tensor; it is not pickled each time
+
+
+def take_apart(value: object) -> tuple[Form, list[torch.Tensor]]:
+    """The form of a value, and its tensors in the order of the form."""
+    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+        assert isinstance(value, torch.Tensor)
+        return Form(_single, (_form_of(value),)), [value]
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            "what a stage returns must be able to travel to the next one: tensors, and what Python can pickle (numbers, "
+            f"strings, None, dicts, lists, tuples, dataclasses); found {type(value).__name__} with something else in it: {error}"
+        ) from error
+    return Form(buffer.getvalue(), tuple(_form_of(t) for t in pickler.tensors)), pickler.tensors
+
+
+def put_together(form: Form, tensors: Sequence[torch.Tensor | None]) -> object:
+    """The value that `take_apart` was given, with these tensors."""
+    return tensors[0] if form.structure == _single else form.rebuild(tensors)
+
+
+def _form_of(tensor: torch.Tensor) -> TensorForm:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        raise UsageError(
+            f"a stage returned a {tensor.layout} tensor on {tensor.device}; only ordinary dense ones can travel to the next"
+        )
+    return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}  # a tensor that occurs twice travels once
+
+    def persistent_id(self, found: object) -> int | None:
+        if not isinstance(found, torch.Tensor):
+            return None
+        if id(found) not in self._numbers:
+            self._numbers[id(found)] = len(self.tensors)
+            self.tensors.append(found)
+        return self._numbers[id(found)]
+
+
+class _Unpickler(pickle.Unpickler):
+    tensors: Sequence[torch.Tensor | None]
+
+    def persistent_load(self, number: object) -> torch.Tensor | None:
+        assert isinstance(number, int)
+        return self.tensors[number]

@@ -1,0 +1,85 @@
+"""Weights that several stages hold (a tied embedding and output layer): one weight for the user, one copy for each holder.
+
+All copies start from the first holder's numbers, their gradients are added up over the holders, and so they take the same
+steps. In norms a tied weight counts once, with its first holder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from epl.errors import UsageError
+
+_keys = WeakIdKeyDictionary()  # parameter → key; tensors cannot be keys of an ordinary weak dictionary
+
+
+def tie(key: str, parameter: nn.Parameter) -> None:
+    """Say that this parameter is the same weight as every other one, on whatever stage, that is tied under the same key.
+
+    epl.parallel.tie("words", stage.embedding.weight)      # on the first stage
+    epl.parallel.tie("words", stage.head.weight)           # on the last one
+    """
+    if not isinstance(parameter, nn.Parameter) or not isinstance(key, str):
+        raise UsageError(
+            f"epl.parallel.tie(key, parameter) takes a str and an nn.Parameter, found {key!r}, {type(parameter).__name__}"
+        )
+    _keys[parameter] = key
+
+
+def tied_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """The tied parameters of these modules, by key."""
+    return {_keys[p]: p for module in modules for p in module.parameters() if p in _keys}
+
+
+class Adder(Protocol):
+    """Adds tensors up over the holders of a weight, and copies the first holder's."""
+
+    def add_up(self, key: str, tensor: torch.Tensor) -> None:
+        """Replace the tensor by its sum over the holders."""
+
+    def copy_first(self, key: str, tensor: torch.Tensor) -> None:
+        """Replace the tensor by the first holder's."""
+
+
+class Ties:
+    """The tied weights of this device that other devices hold as well."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], holders: Mapping[str, Sequence[int]], own: int, adder: Adder
+    ) -> None:
+        self._shared = {key: p for key, p in sorted(parameters.items()) if len(holders[key]) > 1}
+        self._adder = adder
+        self.counted_elsewhere = {id(p) for key, p in self._shared.items() if holders[key][0] != own}
+        """By id: parameters that count in norms with another device."""
+        with torch.no_grad():
+            for key, parameter in self._shared.items():
+                adder.copy_first(key, parameter)
+
+    @torch.no_grad()
+    def add_up_gradients(self) -> None:
+        """After the last backward of a step, on every holder."""
+        for key, parameter in self._shared.items():
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            self._adder.add_up(key, gradient)
+            parameter.grad = gradient
+
+
+def check_holders(told: Sequence[Mapping[str, tuple[tuple[int, ...], str]]]) -> dict[str, list[int]]:
+    """Which devices hold each key, from what every device told (shape and dtype); they must be alike."""
+    holders: dict[str, list[int]] = {}
+    problems = []
+    for device, own in enumerate(told):
+        for key, form in own.items():
+            holders.setdefault(key, []).append(device)
+            first = told[holders[key][0]][key]
+            if form != first:
+                problems.append(f"{key!r}: {first} on pipeline device {holders[key][0]}, {form} on {device}")
+    if problems:
+        raise UsageError("weights tied under one key must have one shape and dtype; found " + "; ".join(problems))
+    return holders

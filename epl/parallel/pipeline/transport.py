@@ -1,0 +1,106 @@
+"""How a buffer of bytes reaches another device of the pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+Direction = Literal["forward", "backward"]
+Edge = tuple[int, int]
+"""The stage that makes a value and the stage that uses it."""
+
+
+class Pending(Protocol):
+    """A message under way."""
+
+    def wait(self) -> None:
+        """Return when it has arrived (or, for a send, when its buffer may be used again)."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
+class Transport(Protocol):
+    """Sends and receives between the devices 0 … p-1 of one model replica.
+
+    Messages of one edge and direction arrive in the order they were sent, whatever happens on others; sends do not wait.
+    """
+
+    device: torch.device
+
+    def send(self, peer: int, edge: Edge, direction: Direction, buffer: torch.Tensor) -> Pending:
+        """Begin to send; the buffer must not change until the message is done."""
+
+    def receive(self, peer: int, edge: Edge, direction: Direction, buffer: torch.Tensor) -> Pending:
+        """Begin to receive into the buffer, which has exactly the size that was sent."""
+
+    def share(self, buffer: torch.Tensor, source: int) -> None:
+        """Overwrite the buffer with that of one device; all devices call it together."""
+
+
+class GroupTransport:
+    """Over c10d. Gloo keeps edges apart by tags; NCCL has none, so there every edge and direction has a group of its own."""
+
+    def __init__(
+        self,
+        groups: Callable[[Edge, Direction], dist.ProcessGroup],
+        pipe: dist.ProcessGroup,
+        device: torch.device,
+        guard: Callable[[str], AbstractContextManager[None]] = lambda what: contextlib.nullcontext(),
+    ) -> None:
+        self.device = device
+        self._groups, self._pipe, self._guard = groups, pipe, guard
+
+    def send(self, peer: int, edge: Edge, direction: Direction, buffer: torch.Tensor) -> Pending:
+        what = f"sending {_title(edge, direction)}"
+        with self._guard(what):
+            work = dist.isend(buffer, group=self._groups(edge, direction), group_dst=peer, tag=_tag(edge, direction))
+        return _Work(work, self._guard, what)
+
+    def receive(self, peer: int, edge: Edge, direction: Direction, buffer: torch.Tensor) -> Pending:
+        what = f"receiving {_title(edge, direction)}"
+        with self._guard(what):
+            work = dist.irecv(buffer, group=self._groups(edge, direction), group_src=peer, tag=_tag(edge, direction))
+        return _Work(work, self._guard, what)
+
+    def share(self, buffer: torch.Tensor, source: int) -> None:
+        with self._guard("sharing the losses"):
+            dist.broadcast(buffer, group=self._pipe, group_src=source)
+
+
+def _tag(edge: Edge, direction: Direction) -> int:
+    return (edge[0] << 12 | edge[1]) << 1 | (direction == "backward")
+
+
+def _title(edge: Edge, direction: Direction) -> str:
+    if direction == "forward":
+        return f"activations of stage {edge[0]} for stage {edge[1]}"
+    return f"gradients of stage {edge[1]} for stage {edge[0]}"
+
+
+class _Work:
+    def __init__(self, work: dist.Work | None, guard: Callable[[str], AbstractContextManager[None]], what: str) -> None:
+        assert work is not None, "this rank is not in the group"
+        self._work: dist.Work | None = work
+        self._guard, self._what = guard, what
+
+    def wait(self) -> None:
+        # Gloo blocks for good when one send is waited for twice: once is remembered.
+        if self._work is not None:
+            with self._guard(self._what):
+                self._work.wait()
+            self._work = None
+
+    def done(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+def wait_all(messages: Sequence[Pending]) -> None:
+    """Wait for every message, in order."""
+    for message in messages:
+        message.wait()
