@@ -25,6 +25,7 @@ from epl.train.forward_backward import forward_backward, forward_eval
 from epl.train.metrics import gather_for_metrics, global_mean, global_sum, no_sync, num_replicas
 from epl.train.parallelize import parallelize
 from epl.train.state import full_state_dict, load_full_state_dict
+from epl.train.tracing import record_trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "num_replicas",
     "parallel",
     "parallelize",
+    "record_trace",
     "replicate",
     "set_default_strategy",
     "setup_process_groups",

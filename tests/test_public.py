@@ -28,6 +28,7 @@ def test_public_names():
         "num_replicas",
         "parallel",
         "parallelize",
+        "record_trace",
         "replicate",
         "set_default_strategy",
         "setup_process_groups",
