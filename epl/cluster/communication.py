@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from epl.cluster.bits import NUMBERS, pack_bits, unpack_bits
 from epl.cluster.place import user_place
 from epl.cluster.surroundings import Surroundings
 from epl.errors import CommunicationError, DeadlineError, PeerLostError, RanksDisagreeError
 
 _WORD = 40  # int64 each: kind, sequence number, 6 × 63 bits of payload, then 256 bytes of text
-_BITS = 6
-_TEXT = (_WORD - 2 - _BITS) * 8
+_TEXT = (_WORD - 2 - NUMBERS) * 8
 _stores: dict[tuple[str, int], TCPStore] = {}  # kept for the life of the process: rank 0's holds the server
 _generation = 0  # the number of process groups this process has started; keeps their keys in the store apart
 
@@ -62,7 +62,7 @@ class Meeting:
         words = self._all.view(self._job.world_size, _WORD)
         if not bool((words[:, :2] == words[0, :2]).all()):
             raise RanksDisagreeError(_disagreement(words))
-        return Said(tuple(_unpack(row) for row in words[:, 2 : 2 + _BITS].tolist()))
+        return Said(tuple(unpack_bits(row) for row in words[:, 2 : 2 + NUMBERS].tolist()))
 
 
 class Job:
@@ -116,9 +116,9 @@ class Job:
         place = place if place is not None else user_place()
         word = torch.zeros(_WORD, dtype=torch.int64)
         word[0], word[1] = _kind_number(kind), self._sequence
-        word[2 : 2 + _BITS] = torch.tensor(_pack(bits), dtype=torch.int64)
+        word[2 : 2 + NUMBERS] = torch.tensor(pack_bits(bits), dtype=torch.int64)
         text = f"{kind}\n{place}".encode()[:_TEXT].ljust(_TEXT, b"\0")
-        word[2 + _BITS :] = torch.frombuffer(bytearray(text), dtype=torch.int64)
+        word[2 + NUMBERS :] = torch.frombuffer(bytearray(text), dtype=torch.int64)
         return Meeting(self, kind, place, word)
 
     def gather(self, kind: str, value: object) -> list[object]:
@@ -252,7 +252,9 @@ def _first_told(store: Store | None, topic: str, world_size: int, own: int, pati
 def _disagreement(words: torch.Tensor) -> str:
     lines = []
     for rank, row in enumerate(words):
-        text = row[2 + _BITS :].contiguous().view(torch.uint8).numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        text = (
+            row[2 + NUMBERS :].contiguous().view(torch.uint8).numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        )
         kind, _, place = text.partition("\n")
         lines.append(f"  rank {rank}: {kind}, meeting {int(row[1])}, at {place or 'an unknown place'}")
     return (
@@ -260,15 +262,6 @@ def _disagreement(words: torch.Tensor) -> str:
         + "\n".join(lines)
         + "\nDo what involves several ranks on every rank alike (not under `if rank == 0:`), the same number of times."
     )
-
-
-def _pack(bits: int) -> list[int]:
-    assert bits < 1 << (63 * _BITS), "more bits than a word carries"
-    return [(bits >> (63 * n)) & ((1 << 63) - 1) for n in range(_BITS)]
-
-
-def _unpack(numbers: list[int]) -> int:
-    return sum(number << (63 * n) for n, number in enumerate(numbers))
 
 
 def _kind_number(kind: str) -> int:

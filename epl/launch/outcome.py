@@ -54,7 +54,9 @@ class RankEnd:
 
     @property
     def exit_code(self) -> int:
-        """As a shell counts: 128 + signal."""
+        """As a shell counts: 128 + signal. A rank that had raised and was ended while it still tidied up failed by itself."""
+        if self.told_to_stop and self.record is not None:
+            return 1
         return self.code if self.code is not None else 128 + (self.signal or 0)
 
     @property

@@ -17,7 +17,8 @@ class BufferKeeper:
     """Notices which buffers of a module changed since the last time, and sends the first rank's to all.
 
     A changed version counter tells, except where torch's own kernels write without counting (the running statistics of
-    batch and instance norm): so small floating-point buffers are compared with a copy as well.
+    batch and instance norm): so small floating-point buffers are compared with a copy as well. On an accelerator that
+    would wait for the device; there buffers named like such statistics are taken as changed.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -42,12 +43,14 @@ class BufferKeeper:
         state, copy = self._known.get(name, (None, None))
         if state != (id(buffer), _torch.version_of(buffer)):
             return True
+        if buffer.device.type != "cpu":
+            return name.rpartition(".")[2] in ("running_mean", "running_var")
         return copy is not None and not torch.equal(buffer, copy)
 
     def _remember(self) -> None:
         self._known: dict[str, tuple[tuple[int, int] | None, torch.Tensor | None]] = {}
         for name, buffer in self._module.named_buffers():
-            small = buffer.is_floating_point() and buffer.numel() <= _SMALL and buffer.device.type != "meta"
+            small = buffer.is_floating_point() and buffer.numel() <= _SMALL and buffer.device.type == "cpu"
             state = (id(buffer), _torch.version_of(buffer))
             self._known[name] = (state, buffer.detach().clone() if small else None)
 

@@ -36,11 +36,9 @@ from epl.parallel.buffers import BufferKeeper
 from epl.parallel.growth import growth
 from epl.parallel.hook import ModuleHook
 from epl.parallel.sparse import reduce_sparse, sparse_parameters
+from epl.parallel.words import GroupWords, Meet
 
 Named = tuple[str, nn.Parameter]
-Meet = Callable[[str, int], Callable[[], int]]
-"""(where this rank is, its bits) → a call that waits for the other ranks and gives the union of all bits."""
-
 _SPARSE, _BUFFERS, _FIRST_BUCKET = 1, 2, 2  # bits 0 and 1 of what ranks tell each other; buckets from bit 2 on
 
 
@@ -94,7 +92,7 @@ class GradientReducer:
         self._lanes = [group, *communicators]
         self._extra = list(extra)
         self._factor = factor or (lambda: float(self.size) if self.policy.method == "sum" else 1.0)
-        self._meet, self._guard, self._on_new = meet or self._meet_alone, guard, on_new
+        self._meet, self._guard, self._on_new = meet or GroupWords(group), guard, on_new
         self._buffers = BufferKeeper(module, group)
         self._hooks: list[RemovableHandle] = []
         self._accumulators: list[object] = []  # torch holds them weakly; our hooks on them must not vanish
@@ -339,26 +337,6 @@ class GradientReducer:
                 for slot in bucket.slots:
                     slot.fired = slot.dirty = False
             self._session = None
-
-    def _meet_alone(self, what: str, bits: int) -> Callable[[], int]:
-        """The union of bits over the group, for a reducer used without the rest of epl."""
-        device = next((b.flat.device for b in self._buckets), torch.device("cpu"))
-        count = len(self._buckets) + _FIRST_BUCKET
-        flags = torch.tensor([bits >> n & 1 for n in range(count)], dtype=torch.uint8, device=device)
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._own_group, async_op=True)
-
-        def told() -> int:
-            work.wait()
-            return sum(flag << n for n, flag in enumerate(flags.tolist()))
-
-        return functools.cache(told)
-
-    @functools.cached_property
-    def _own_group(self) -> dist.ProcessGroup:
-        """For words only: a rank speaks before, between or after its buckets, so they must not share a group."""
-        ranks = dist.get_process_group_ranks(self.group)
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-        return group
 
     # ---- layout ----------------------------------------------------------------------------------------------------
 

@@ -105,3 +105,11 @@ def test_last_traceback() -> None:
     assert last_traceback("nothing") == ""
     assert last_traceback(f"{TRACEBACK}1\n\n{TRACEBACK}2\ntail") == f"{TRACEBACK}2"
     assert last_traceback("Traceback (most recent call last):\n  cut") == ""
+
+
+def test_a_rank_that_raised_and_was_then_ended_failed_by_itself():
+    # On a busy machine the rank that raised may still tidy up when the others, which lost it, are gone already: the launcher
+    # ends it, and its code was reported as that of SIGTERM.
+    raised = RankEnd(1, None, 15, 2.0, True, Record("ValueError: the cause", "Traceback …", 1.0))
+    assert raised.exit_code == 1
+    assert RankEnd(1, None, 15, 2.0, True, None).exit_code == 143

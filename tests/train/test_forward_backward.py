@@ -116,4 +116,6 @@ def test_parity(case):
             assert norm == pytest.approx(expected_norm, abs=1e-10)
         for stage, tensors in state.items():
             for name, tensor in tensors.items():
-                torch.testing.assert_close(tensor, expected_state[stage][name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    tensor, expected_state[stage][name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+                )

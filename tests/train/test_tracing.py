@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_a_real_run_is_written_down_as_the_schedule_has_it(
         assert [e["name"] for e in ran[rank]] == [str(a) for a in actions] * STEPS
         assert all(e["dur"] > 0 and e["ts"] >= 0 for e in ran[rank])
         computed = [e for e in ran[rank] if Action.parse(e["name"]).is_compute]
-        for earlier, later in zip(computed, computed[1:], strict=False):
+        for earlier, later in itertools.pairwise(computed):
             assert earlier["ts"] + earlier["dur"] <= later["ts"]
     # Ranks share a clock: what is received was sent before, by the other rank's own times.
     ends = {e["name"]: e["ts"] + e["dur"] for rank in ran for e in ran[rank][-len(expected.actions[rank]) :]}
