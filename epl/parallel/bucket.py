@@ -78,33 +78,46 @@ class Bucket:
         return self.launched or any(slot.fired or slot.dirty for slot in self.slots)
 
 
-def make_bucket(parameters: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
-    """A bucket for these parameters (of one dtype and device), in this order."""
-    first = parameters[0][1]
+Kind = tuple[torch.dtype, torch.device]
+
+
+def make_buckets(
+    parameters: Sequence[tuple[str, nn.Parameter]], most: int, memory: dict[Kind, torch.Tensor]
+) -> list[Bucket]:
+    """At most `most` buckets (but one for each dtype and device at least), keeping the order of the parameters.
+
+    `memory` holds the one piece of memory for all buckets of a kind; it is used again where it has the right size, so
+    that another layout of the same parameters costs nothing.
+    """
+    kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    total = sum(p.numel() * p.element_size() for _, p in parameters)
+    for kind in [kind for kind in memory if kind not in kinds]:
+        del memory[kind]
+    buckets = []
+    for kind, alike in kinds.items():
+        size = sum(p.numel() for _, p in alike) + len(alike)
+        if kind not in memory or memory[kind].numel() != size:
+            memory[kind] = torch.zeros(size, dtype=kind[0], device=kind[1])
+        sizes = [p.numel() * p.element_size() for _, p in alike]
+        start = offset = 0
+        for end in divide(sizes, max(1, most * sum(sizes) // max(1, total))):
+            bucket = _make_bucket(alike[start:end], memory[kind][offset:])
+            buckets.append(bucket)
+            start, offset = end, offset + bucket.flat.numel()
+    return buckets
+
+
+def _make_bucket(parameters: Sequence[tuple[str, nn.Parameter]], memory: torch.Tensor) -> Bucket:
+    """A bucket for these parameters, in this order, at the beginning of this memory."""
     elements = sum(p.numel() for _, p in parameters)
-    flat = torch.zeros(elements + len(parameters), dtype=first.dtype, device=first.device)
-    bucket = Bucket(flat, elements, [])
+    bucket = Bucket(memory[: elements + len(parameters)], elements, [])
     offset = 0
     for position, (name, parameter) in enumerate(parameters):
         bucket.slots.append(Slot(parameter, name, bucket, position, offset))
         offset += parameter.numel()
     return bucket
-
-
-def make_buckets(parameters: Sequence[tuple[str, nn.Parameter]], most: int) -> list[Bucket]:
-    """At most `most` buckets (but one for each dtype and device at least), keeping the order of the parameters."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
-    total = sum(p.numel() * p.element_size() for _, p in parameters)
-    buckets = []
-    for alike in kinds.values():
-        sizes = [p.numel() * p.element_size() for _, p in alike]
-        start = 0
-        for end in divide(sizes, max(1, most * sum(sizes) // max(1, total))):
-            buckets.append(make_bucket(alike[start:end]))
-            start = end
-    return buckets
 
 
 def divide(sizes: Sequence[int], parts: int) -> list[int]:
@@ -133,7 +146,7 @@ def _shaped_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     # Gradients of dense parameters come in the parameter's own strides (channels last, say): the same here, so that
     # copying is one straight run.
     if _is_dense(parameter):
-        return piece.as_strided(parameter.shape, parameter.stride())
+        return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
     return piece.view(parameter.shape)
 
 

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from epl import _torch
 from epl.errors import UsageError
-from epl.parallel.bucket import Bucket, Slot, make_buckets
+from epl.parallel.bucket import Bucket, Kind, Slot, make_buckets
 from epl.parallel.buffers import BufferKeeper
 from epl.parallel.growth import growth
 from epl.parallel.hook import ModuleHook
@@ -96,8 +96,11 @@ class GradientReducer:
         self._buffers = BufferKeeper(module, group)
         self._hooks: list[RemovableHandle] = []
         self._accumulators: list[object] = []  # torch holds them weakly; our hooks on them must not vanish
-        self._known_sparse: set[int] = set()  # parameters whose gradient came sparse
+        self._known_sparse: set[int] = set()  # by id: parameters whose gradient comes sparse, as all ranks know
+        self._surprises: set[int] = set()  # those of which only this rank knows yet
         self._order: list[str] | None = None  # in which gradients come; known after the first backward pass
+        self._order_is_new = False
+        self._memory: dict[Kind, torch.Tensor] = {}
         self._syncing = True
         self._held = False  # gradients leave as they come, but backward does not wait for them
         self._session: _Session | None = None
@@ -214,7 +217,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _after_accumulation(self, parameter: torch.Tensor) -> None:
-        gradient, slot = parameter.grad, self._slots.get(id(parameter))
+        gradient = parameter.grad
         assert gradient is not None
         if gradient.requires_grad:
             raise UsageError(
@@ -224,20 +227,16 @@ class GradientReducer:
         if gradient.is_sparse and self.policy.sparse_as_dense:
             parameter.grad = gradient.to_dense()
         elif gradient.is_sparse:
-            self._known_sparse.add(id(parameter))
-        if self.policy.when == "step":
-            if slot is not None:
-                slot.dirty = True  # and stays where it is: another reducer may be at work on it
-            return
-        if slot is None:  # a sparse one, sent when backward ends
-            if self._syncing:
-                self._begin()
-            return
-        if not self._syncing:
-            slot.load(1.0)
+            self._surprises.add(id(parameter))
+        session = self._begin() if self._syncing and self.policy.when == "backward" else None
+        slot = self._slots.get(id(parameter))  # after _begin, which may deal out the memory anew
+        if slot is None:
+            return  # a sparse one, sent when backward ends
+        if session is None:
             slot.dirty = True
+            if self.policy.when == "backward":  # else it stays where it is: another reducer may be at work on it
+                slot.load(1.0)
             return
-        session = self._begin()
         slot.load(1.0 / self.size)
         slot.fired = True
         session.order.append(slot.name)
@@ -248,6 +247,8 @@ class GradientReducer:
     # ---- one backward pass -----------------------------------------------------------------------------------------
 
     def _begin(self) -> _Session:
+        if self._session is None and self._order_is_new:
+            self._lay_out()  # now: as a rule .grad is None everywhere, and the new layout takes the old one's memory
         session = self._session = self._session or _Session()
         backward = _torch.backward_id()
         if backward not in session.running:
@@ -288,7 +289,7 @@ class GradientReducer:
         self._session = None
 
     def _own_bits(self, touched: set[int]) -> int:
-        surprised = any(key in self._slots for key in self._known_sparse)
+        surprised = any(key in self._slots for key in self._surprises)
         return surprised * _SPARSE | self._buffers.changed() * _BUFFERS | sum(1 << _FIRST_BUCKET + i for i in touched)
 
     def _launch(self, index: int, factor: float) -> None:
@@ -361,8 +362,12 @@ class GradientReducer:
         if self._order is not None:
             place = {name: position for position, name in enumerate(self._order)}
             dense.sort(key=lambda named: place.get(named[0], len(place)))
+        self._order_is_new = False
         dirty = {key for key, slot in self._slots.items() if slot.dirty}
-        self._buckets = make_buckets(dense, self.policy.max_splits)
+        for slot in self._slots.values():
+            if slot.in_use:
+                slot.parameter.grad = slot.view.clone()  # the memory is about to be dealt out anew
+        self._buckets = make_buckets(dense, self.policy.max_splits, self._memory)
         self._slots = {id(slot.parameter): slot for bucket in self._buckets for slot in bucket.slots}
         for key, slot in self._slots.items():
             slot.dirty = key in dirty
@@ -380,17 +385,18 @@ class GradientReducer:
         dist.broadcast(order, group=self.group, group_src=0)
         names = list(number)
         self._order = [names[n] for n in order.tolist()]
-        self._lay_out()
+        self._order_is_new = True
 
     def _learn_sparse(self, factor: float) -> None:
         """Some rank met a sparse gradient where a dense one was expected: all treat that parameter as sparse now."""
         slots = list(self._slots.items())
         device = slots[0][1].parameter.device
-        found = torch.tensor([key in self._known_sparse for key, _ in slots], dtype=torch.uint8, device=device)
+        found = torch.tensor([key in self._surprises for key, _ in slots], dtype=torch.uint8, device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         surprises = [slot.parameter for (_, slot), is_sparse in zip(slots, found.tolist(), strict=True) if is_sparse]
         reduce_sparse(surprises, self.group, factor / self.size)
         self._known_sparse |= {id(p) for p in surprises}
+        self._surprises.clear()
         self._lay_out()
 
 
