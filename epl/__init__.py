@@ -20,7 +20,7 @@ from epl import data, errors, parallel
 from epl.config import Config
 from epl.env import Env, init, setup_process_groups
 from epl.parallel import clip_grad_norm_
-from epl.strategy import annotate, replicate, set_default_strategy, split
+from epl.strategy import annotate, replicate, set_default_strategy, split, taskgraphs
 from epl.train.forward_backward import forward_backward, forward_eval
 from epl.train.metrics import gather_for_metrics, global_mean, global_sum, no_sync, num_replicas
 from epl.train.parallelize import parallelize
@@ -52,4 +52,5 @@ __all__ = [
     "set_default_strategy",
     "setup_process_groups",
     "split",
+    "taskgraphs",
 ]

@@ -16,6 +16,7 @@ from torch import nn
 
 from epl.errors import StrategyError, UsageError, list_problems
 from epl.graph import frames
+from epl.graph.resolve import TaskGraphs, taskgraphs_of
 from epl.graph.state import registry
 from epl.graph.tagging import module_tag, tag_module, tensor_tags
 from epl.graph.taskgraph import Annotation, Kind, Tag, TaskGraph
@@ -116,6 +117,11 @@ def annotate(strategy: Strategy, *modules: nn.Module | Iterable[nn.Module]) -> N
     for module in found:
         for part in module.modules():
             tag_module(part, Tag(taskgraph, "annotate"))
+
+
+def taskgraphs(model: nn.Module) -> TaskGraphs:
+    """The TaskGraphs that the annotations make of a model: iterate over them, or print them as a table."""
+    return taskgraphs_of(model, registry)
 
 
 def _annotation(kind: Kind, device_count: int | None, name: str | None) -> Annotation:

@@ -33,6 +33,7 @@ def test_public_names():
         "set_default_strategy",
         "setup_process_groups",
         "split",
+        "taskgraphs",
     ]
     for name in epl.__all__:
         assert getattr(epl, name).__doc__, f"{name} has no docstring"

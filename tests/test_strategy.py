@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from epl.errors import StrategyError, UsageError
 from epl.graph import Annotation, registry, taskgraphs_of
 from epl.graph.tagging import module_tag
-from epl.strategy import Strategy, annotate, replicate, set_default_strategy, split
+from epl.strategy import Strategy, annotate, replicate, set_default_strategy, split, taskgraphs
 
 
 @pytest.fixture(autouse=True)
@@ -407,3 +407,17 @@ def test_a_forward_scope_traces_as_one_graph(inductor_directory: None) -> None:
     assert torch.equal(compiled(x), net(x))
     assert registry.scope is None
     torch.compiler.reset()
+
+
+def test_taskgraphs_of_a_model_can_be_listed_and_printed() -> None:
+    with replicate(2, name="front"):
+        front = nn.Linear(2, 3)
+    with split(2, name="head"):
+        head = nn.Linear(3, 4)
+    found = taskgraphs(nn.Sequential(front, head))
+    assert [(m.taskgraph.name, m.taskgraph.strategy, m.holds) for m in found] == [
+        ("front", "replicate(2)", ("0",)),
+        ("head", "split(2)", ("1",)),
+    ]
+    assert "front" in str(found)
+    assert "split(2)" in str(found)

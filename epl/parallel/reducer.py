@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -148,6 +148,13 @@ class GradientReducer:
         self._extra += list(parameters)
         self._all_as_of = -1
         self.refresh()
+
+    def drop_parameters(self, parameters: Container[int]) -> None:
+        """Look no longer after those of the extra parameters whose id is among these."""
+        kept = [(name, p) for name, p in self._extra if id(p) not in parameters]
+        if len(kept) < len(self._extra):
+            self._extra, self._all_as_of = kept, -1
+            self.refresh()
 
     def refresh(self) -> None:
         """Look at the parameters anew: some may have been frozen, unfrozen, added, moved or cast."""

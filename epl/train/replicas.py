@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from epl.cluster.communication import Job, speaking
 from epl.cluster.place import user_place
@@ -67,6 +67,8 @@ class Replicas:
             self.reducers = self._make_reducers()
             self._undo += [reducer.close for reducer in self.reducers]
             self._undo.append(install_clipping())
+            # Of every optimizer: one that is made later, and never given to parallelize, must not escape.
+            self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
         set_file_place(functools.partial(file_place, plan, env))
         self._undo.append(lambda: set_file_place(None))
         env.at_close(self._close)
@@ -112,6 +114,9 @@ class Replicas:
                     f"({', '.join(shared[:3])}): their gradients would be reduced twice. Parallelize one module that holds both "
                     "(nn.ModuleList([a, b])), or call epl.init() to start anew."
                 )
+            # An optimizer given along with another model may hold this one's parameters: they are this model's.
+            for reducer in other.reducers:
+                reducer.drop_parameters(own)
 
     def _meet_others(self, model: nn.Module) -> None:
         shapes = {
@@ -230,13 +235,11 @@ class Replicas:
         self._optimizers.append(optimizer)
         self._adopt_outside(self._unknown_parameters())
         self._make_state_equal(optimizer)
-        handle: RemovableHandle = optimizer.register_step_pre_hook(self._before_step)
-        self._undo.append(handle.remove)
         if len(self._optimizers) == 1:
             self._undo.append(self.model.register_forward_pre_hook(ModuleHook(self._before_forward)).remove)
 
     def _unknown_parameters(self) -> list[Named]:
-        known = {id(p) for reducer in self.reducers for _, p in reducer.parameters()}
+        known = {id(p) for r in _parallelized for reducer in r.reducers for _, p in reducer.parameters()}
         held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         return [(f"outside.{len(self._outside) + n}", p) for n, p in enumerate(held) if id(p) not in known]
 
@@ -260,6 +263,14 @@ class Replicas:
         self._make_equal([value for _, value in state if isinstance(value, torch.Tensor)])
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        own = {id(p) for reducer in self.reducers for _, p in reducer.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            return
+        if active_share() is None:
+            notice(
+                "this step's batch did not come from a loader given to epl.parallelize: every rank is taken to have read as "
+                "many rows as the others, and rows of its own"
+            )
         if disagreeing_shares():
             warn(
                 f"two loaders gave this rank different shares of the rows in one step ({user_place()}): gradients are "

@@ -221,6 +221,26 @@ def gan(s: Setup) -> Run:
 
 
 @loop
+def optimizers_given_with_the_wrong_model(s: Setup) -> Run:
+    first, second = net(), net()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (first, second)]
+    loader = s.ready(first, *optimizers, s.loader())[
+        -1
+    ]  # the second one's parameters are taken for outside ones, at first
+    s.ready(second)
+    losses = []
+    for x, y in loader:
+        loss = F.cross_entropy(first(x) + second(x), y)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(s.mean(loss))
+    return Run(losses, state(first, second))
+
+
+@loop
 def distillation(s: Setup) -> Run:
     teacher, student = net(), net()
     teacher.eval().requires_grad_(False)

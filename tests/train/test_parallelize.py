@@ -336,3 +336,22 @@ def _normalised_by_a_global_count():
 
 def test_a_loss_divided_by_a_global_count_is_exact_in_the_tail_too():
     assert run_ranks(_normalised_by_a_global_count, 2) == [2, 2]
+
+
+def _optimizer_made_later():
+    epl.init(epl.Config({"communication.clip_after_allreduce": False}))
+    model = nn.Linear(2, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    epl.parallelize(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.full((1, 2), epl.Env.get().cluster.rank + 1.0, dtype=torch.float64)).sum().backward()
+    own = model.weight.grad.clone()
+    optimizer.step()
+    return own, model.weight.detach()
+
+
+def test_an_optimizer_made_after_parallelize_does_not_escape():
+    # With the reduction postponed to the step it would otherwise have stepped on this rank's gradient alone.
+    for rank, (own, weight) in enumerate(run_ranks(_optimizer_made_later, 2)):
+        assert own.tolist() == [[rank + 1.0] * 2]
+        assert weight.tolist() == [[1 - 1.5] * 2]
