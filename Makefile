@@ -79,6 +79,7 @@ bench: $(STAMP) ## Run every benchmark; QUICK=1 only sees that they run
 
 docs: $(STAMP) ## Write the pages that are made from the sources
 	python -m epl.config.reference docs/config.md
+	python docs/images/draw.py
 
 clean: ## Remove caches, build products and the demo's logs; .venv stays (rm -r .venv for that)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis experiments/demo
