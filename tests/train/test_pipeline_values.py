@@ -458,6 +458,51 @@ def test_two_pipelines_take_turns(replicas: int) -> None:
                 torch.testing.assert_close(p, expected.detach(), rtol=1e-10, atol=1e-10)
 
 
+def _count_groups() -> list[int]:
+    """How many process groups there are while modules take turns."""
+    _ready()
+    topology = epl.setup_process_groups([("data", 2), ("pipe", 2)])
+    stages = [nn.Linear(4, 4) for _ in range(2)]
+    counts = []
+    for step in range(6):
+        stage = stages[step % 2]
+        function = _last if topology.is_last("pipe") else _first
+        epl.forward_backward(lambda received, *mb, s=stage, f=function: f(s, received, *mb), *_floats(), module=stage)
+        counts.append(torch.distributed.get_pg_count())
+    return counts
+
+
+def _floats() -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = _batch(6)
+    return x.float(), y
+
+
+def test_modules_that_take_turns_make_no_new_groups() -> None:
+    for counts in run_ranks(_count_groups, 4):
+        assert len(set(counts[1:])) == 1, counts
+
+
+def _batch_norm() -> list[torch.Tensor]:
+    """The running statistics of one of two replicas, which see different rows."""
+    _ready()
+    topology = epl.setup_process_groups([("data", 2), ("pipe", 1)])
+    x, y = _floats()
+    stage = nn.BatchNorm1d(4)
+    for _ in range(2):
+        epl.forward_backward(lambda received, x, y: _last(stage, x, x, y), x + topology.rank("data"), y, module=stage)
+    return [stage.running_mean, stage.running_var]
+
+
+def test_buffers_of_replicas_stay_those_of_the_first() -> None:
+    x, y = _floats()
+    reference = nn.BatchNorm1d(4)
+    for piece in cut_batch((x, y), 6, 3) * 2:
+        _last(reference, piece[0], *piece)
+    for mean, var in run_ranks(_batch_norm, 2):
+        torch.testing.assert_close(mean, reference.running_mean)
+        torch.testing.assert_close(var, reference.running_var)
+
+
 def _accumulate() -> list[list[torch.Tensor]]:
     """Two pipelines, and two calls before a step, of rows that differ between replicas and calls."""
     _ready()
