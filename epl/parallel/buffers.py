@@ -30,12 +30,14 @@ class BufferKeeper:
         return any(self._moved(name, buffer) for name, buffer in self._module.named_buffers())
 
     def send(self) -> None:
-        """Make the buffers that changed on the first rank equal everywhere; every rank of the group calls it."""
+        """Make the buffers that changed on some rank the first one's everywhere; every rank of the group calls it."""
         buffers = dict(self._module.named_buffers())
         device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
         moved = [self._moved(name, buffer) for name, buffer in buffers.items()]
         chosen = torch.tensor(moved, dtype=torch.uint8, device=device)
-        dist.broadcast(chosen, group=self._group, group_src=0)
+        dist.all_reduce(
+            chosen, op=dist.ReduceOp.MAX, group=self._group
+        )  # moved anywhere: it may have stood still on the first
         copy_from_first([b for b, flag in zip(buffers.values(), chosen.tolist(), strict=True) if flag], self._group)
         self._remember()
 

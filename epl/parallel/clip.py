@@ -170,7 +170,7 @@ def _scale(gradients: list[Tensor], coefficient: Tensor) -> None:
 # ---- torch's functions ---------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Spread:
     """Parameters of which every rank of a group holds different ones (the stages of a pipeline)."""
 

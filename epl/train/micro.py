@@ -24,6 +24,6 @@ def cut_batch(batch: Sequence[object], rows: int, pieces: int) -> list[tuple[obj
         def cut(leaf: object) -> object:
             return leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows else leaf
 
-        return tuple(_torch.tree_map(cut, value) for value in batch)
+        return tuple(cut(v) if isinstance(v, torch.Tensor) else _torch.tree_map(cut, v) for v in batch)
 
     return [piece(start, stop) for start, stop in cuts]

@@ -312,6 +312,19 @@ def test_buffers_are_the_first_ranks():
         assert count == 2
 
 
+def _first_stands_still():
+    dist.init_process_group("gloo")
+    net = nn.BatchNorm1d(2).double()
+    GradientReducer(net)
+    net(torch.full((4, 2), float(dist.get_rank()), dtype=torch.float64)).sum().backward()
+    return net.running_mean.tolist()
+
+
+def test_buffers_that_moved_elsewhere_only_become_the_first_ranks_too():
+    # What to send was once decided by the first rank alone, whose running mean of zeros had not moved.
+    assert run_ranks(_first_stands_still, 2) == [[0.0, 0.0]] * 2
+
+
 def _create_graph():
     dist.init_process_group("gloo")
     net = nn.Linear(2, 1)

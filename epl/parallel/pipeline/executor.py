@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from epl.parallel.pipeline.mailbox import Mailbox
-from epl.parallel.pipeline.parcel import put_together, take_apart
+from epl.parallel.pipeline.parcel import enter_stage, put_together, take_apart
 from epl.parallel.pipeline.stage import Received, Stage
 from epl.parallel.pipeline.transport import Edge, Transport
 from epl.plan.schedule import Action, ActionKind, Schedule
@@ -103,8 +102,16 @@ class Executor:
         for position, action in enumerate(program.actions):
             if position in program.last_backwards and action.stage in self._reducers:
                 self._reducers[action.stage].last_backward()
-            with self._watched(action, step):
+            start = time.perf_counter() if self.record else 0.0
+            try:
                 self._take(action, program, step, weights)
+            except Exception as error:
+                self.forget()
+                if not getattr(error, "__notes__", None):
+                    error.add_note(f"in {describe(action)}")
+                raise
+            if self.record:
+                step.events.append((str(action), start, time.perf_counter()))
             self._post(program.posts.get(position, ()))
         if program.trains:
             for reducer in dict.fromkeys(self._reducers.values()):
@@ -169,7 +176,8 @@ class Executor:
                     del made.flying[number].sent[user]
                     made.let_go(number)
                 leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-                stage.micro_batch(number).received[maker] = Received(put_together(form, leaves), form, leaves)
+                value = put_together(form, enter_stage(leaves))
+                stage.micro_batch(number).received[maker] = Received(value, form, leaves)
 
     def _hand_back(self, stage: Stage, number: int, program: Program) -> None:
         for maker, user in program.here:
@@ -187,18 +195,6 @@ class Executor:
                 user, maker = action.channel
                 form = self._stages[maker].flying[action.micro_batch].sent[user].form
                 self._mailbox.expect_gradients((maker, user), action.micro_batch, form)
-
-    @contextmanager
-    def _watched(self, action: Action, step: Step) -> Iterator[None]:
-        start = time.perf_counter() if self.record else 0.0
-        try:
-            yield
-        except Exception as error:
-            if not getattr(error, "__notes__", None):
-                error.add_note(f"in {describe(action)}")
-            raise
-        if self.record:
-            step.events.append((str(action), start, time.perf_counter()))
 
 
 def describe(action: Action) -> str:

@@ -13,14 +13,16 @@ accelerator reading a preamble waits for the device to have the message; that ca
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 import torch
 
-from epl.parallel.pipeline.parcel import PREAMBLE, Form, put_together, take_apart
+from epl.parallel.pipeline.parcel import PREAMBLE, Form, enter_stage, put_together, take_apart
 from epl.parallel.pipeline.transport import Direction, Edge, Pending, Transport, wait_all
 
 _NOTHING = Form(b"", ())
+_UNDER_WAY = 4  # messages of one edge and direction whose buffers are kept at most
 
 
 @dataclass
@@ -36,17 +38,17 @@ class Mailbox:
     def __init__(self, transport: Transport, num_devices: int) -> None:
         self._transport, self._num_devices = transport, num_devices
         self._forms: dict[tuple[Edge, int], Form] = {}  # (edge, micro batch) → the form it had last
-        self._sent: list[tuple[Pending, torch.Tensor]] = []
+        self._sent: dict[tuple[Edge, Direction], deque[tuple[Pending, torch.Tensor]]] = defaultdict(deque)
         self._expected: dict[tuple[Direction, Edge, int], _Expected] = {}
 
     # ---- activations -----------------------------------------------------------------------------------------------
 
     def send(self, edge: Edge, micro_batch: int, value: object) -> tuple[Form, list[torch.Tensor]]:
         """Send a value along an edge; its form and tensors, which its gradients will have to match."""
-        form, tensors = take_apart(value)
         assumed = self._forms.get((edge, micro_batch), _NOTHING)
+        form, tensors = take_apart(value, assumed)
         peer, detached = edge[1] % self._num_devices, [t.detach() for t in tensors]
-        if form == assumed:
+        if form is assumed:
             self._post(peer, edge, "forward", _marked(form.pack(detached, self._transport.device), 0))
         else:
             text = form.encode()
@@ -74,10 +76,10 @@ class Mailbox:
             buffer = torch.empty(form.size, dtype=torch.uint8, device=self._transport.device)
             self._transport.receive(peer, edge, "forward", buffer).wait()
             self._forms[edge, micro_batch] = form
-        tensors = form.unpack(buffer)
-        for tensor, described in zip(tensors, form.tensors, strict=True):
-            tensor.requires_grad_(described.needs_gradient)
-        return put_together(form, tensors), form, tensors
+        leaves = form.unpack(buffer)
+        for leaf, described in zip(leaves, form.tensors, strict=True):
+            leaf.requires_grad_(described.needs_gradient)
+        return put_together(form, enter_stage(leaves)), form, leaves
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
@@ -109,8 +111,12 @@ class Mailbox:
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def _post(self, peer: int, edge: Edge, direction: Direction, buffer: torch.Tensor) -> None:
-        self._sent = [(message, kept) for message, kept in self._sent if not message.done()]
-        self._sent.append((self._transport.send(peer, edge, direction, buffer), buffer))
+        # A message that nobody waits for is never known to have left (Gloo), so the oldest is waited for: the peer, which takes
+        # messages in order, is that far behind only when this device has nothing better to do.
+        sent = self._sent[edge, direction]
+        while len(sent) >= _UNDER_WAY:
+            sent.popleft()[0].wait()
+        sent.append((self._transport.send(peer, edge, direction, buffer), buffer))
 
     def _expect(self, direction: Direction, edge: Edge, micro_batch: int, peer: int, form: Form) -> None:
         key = (direction, edge, micro_batch)
@@ -128,8 +134,9 @@ class Mailbox:
 
     def finish(self) -> None:
         """Wait until everything sent has left; a step ends with this."""
-        wait_all([message for message, _ in self._sent])
-        self._sent = []
+        for sent in self._sent.values():
+            wait_all([message for message, _ in sent])
+            sent.clear()
         assert not self._expected, f"receives without a message: {list(self._expected)}"
 
 

@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 
@@ -60,6 +61,13 @@ class Form:
         """Bytes of the buffer."""
         return self.offsets[-1]
 
+    def describes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors have this form."""
+        return len(tensors) == len(self.tensors) and all(
+            t.shape == f.shape and t.dtype == f.dtype and t.requires_grad == f.needs_gradient
+            for t, f in zip(tensors, self.tensors, strict=True)
+        )
+
     @cached_property
     def gradient(self) -> Form:
         """The form of what comes back: the gradients of those tensors that need one."""
@@ -99,11 +107,21 @@ class Form:
 _single = pickle.dumps(("one tensor",))  # stands for the commonest value, a bare tensor; it is not pickled each time
 
 
-def take_apart(value: object) -> tuple[Form, list[torch.Tensor]]:
-    """The form of a value, and its tensors in the order of the form."""
-    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-        assert isinstance(value, torch.Tensor)
-        return Form(_single, (_form_of(value),)), [value]
+def take_apart(value: object, assumed: Form | None = None) -> tuple[Form, list[torch.Tensor]]:
+    """The form of a value, and its tensors in the order of the form.
+
+    Where the form is the assumed one, that very object is returned: what it has worked out is worked out once.
+    """
+    structure, tensors = _single, [value]
+    if type(value) is not torch.Tensor:
+        structure, tensors = _pickle(value)  # type: ignore[assignment]
+    found = cast("list[torch.Tensor]", tensors)
+    if assumed is not None and assumed.structure == structure and assumed.describes(found):
+        return assumed, found
+    return Form(structure, tuple(_form_of(t) for t in found)), found
+
+
+def _pickle(value: object) -> tuple[bytes, list[torch.Tensor]]:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     try:
@@ -115,12 +133,29 @@ def take_apart(value: object) -> tuple[Form, list[torch.Tensor]]:
             "what a stage returns must be able to travel to the next one: tensors, and what Python can pickle (numbers, "
             f"strings, None, dicts, lists, tuples, dataclasses); found {type(value).__name__} with something else in it: {error}"
         ) from error
-    return Form(buffer.getvalue(), tuple(_form_of(t) for t in pickler.tensors)), pickler.tensors
+    return buffer.getvalue(), pickler.tensors
 
 
 def put_together(form: Form, tensors: Sequence[torch.Tensor | None]) -> object:
     """The value that `take_apart` was given, with these tensors."""
     return tensors[0] if form.structure == _single else form.rebuild(tensors)
+
+
+def enter_stage(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves as the user's code gets them: tensors that it may change in place, as on one device (`nn.ReLU(inplace=True)`)."""
+    return [_Enter.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
+
+
+class _Enter(torch.autograd.Function):
+    """The same numbers behind a node: autograd allows no change in place of a leaf, nor of a view of one."""
+
+    @staticmethod
+    def forward(ctx: object, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
 
 
 def _form_of(tensor: torch.Tensor) -> TensorForm:

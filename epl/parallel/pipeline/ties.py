@@ -31,9 +31,22 @@ def tie(key: str, parameter: nn.Parameter) -> None:
     _keys[parameter] = key
 
 
-def tied_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """The tied parameters of these modules, by key."""
-    return {_keys[p]: p for module in modules for p in module.parameters() if p in _keys}
+def tied_parameters(modules: Iterable[nn.Module]) -> dict[str, list[nn.Parameter]]:
+    """The tied parameters of these modules, by key; one device may hold several under one key (first and last stage)."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for parameter in dict.fromkeys(p for module in modules for p in module.parameters()):
+        if parameter in _keys:
+            found.setdefault(_keys[parameter], []).append(parameter)
+    return found
+
+
+def describe(parameters: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tied weight of this device, for the others to compare."""
+    for key, alike in parameters.items():
+        forms = {(tuple(p.shape), str(p.dtype)) for p in alike}
+        if len(forms) > 1:
+            raise UsageError(f"weights tied under {key!r} must have one shape and dtype; found {sorted(forms)}")
+    return {key: (tuple(alike[0].shape), str(alike[0].dtype)) for key, alike in parameters.items()}
 
 
 class Adder(Protocol):
@@ -47,27 +60,42 @@ class Adder(Protocol):
 
 
 class Ties:
-    """The tied weights of this device that other devices hold as well."""
+    """The tied weights of this device: copies here are kept in step with each other and with those of other devices."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], holders: Mapping[str, Sequence[int]], own: int, adder: Adder
+        self,
+        parameters: Mapping[str, Sequence[nn.Parameter]],
+        holders: Mapping[str, Sequence[int]],
+        own: int,
+        adder: Adder,
     ) -> None:
-        self._shared = {key: p for key, p in sorted(parameters.items()) if len(holders[key]) > 1}
-        self._adder = adder
-        self.counted_elsewhere = {id(p) for key, p in self._shared.items() if holders[key][0] != own}
-        """By id: parameters that count in norms with another device."""
+        self._parameters, self._holders, self._adder = dict(sorted(parameters.items())), holders, adder
+        self.counted_elsewhere = {
+            id(p)
+            for key, alike in self._parameters.items()
+            for number, p in enumerate(alike)
+            if number or holders[key][0] != own
+        }
+        """By id: parameters that count in norms with another one."""
         with torch.no_grad():
-            for key, parameter in self._shared.items():
-                adder.copy_first(key, parameter)
+            for key, (first, *others) in self._parameters.items():
+                if len(holders[key]) > 1:
+                    adder.copy_first(key, first)
+                for parameter in others:
+                    parameter.copy_(first)
 
     @torch.no_grad()
     def add_up_gradients(self) -> None:
         """After the last backward of a step, on every holder."""
-        for key, parameter in self._shared.items():
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            self._adder.add_up(key, gradient)
-            parameter.grad = gradient
+        for key, alike in self._parameters.items():
+            total = torch.zeros_like(alike[0])
+            for parameter in alike:
+                if parameter.grad is not None:
+                    total += parameter.grad
+            if len(self._holders[key]) > 1:
+                self._adder.add_up(key, total)
+            for parameter in alike:
+                parameter.grad = total if parameter is alike[0] else total.clone()
 
 
 def check_holders(told: Sequence[Mapping[str, tuple[tuple[int, ...], str]]]) -> dict[str, list[int]]:

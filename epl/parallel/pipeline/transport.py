@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Return when it has arrived (or, for a send, when its buffer may be used again)."""
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
 
 
 class Transport(Protocol):
@@ -57,16 +54,26 @@ class GroupTransport:
         self._groups, self._pipe, self._guard = groups, pipe, guard
 
     def send(self, peer: int, edge: Edge, direction: Direction, buffer: torch.Tensor) -> Pending:
-        what = f"sending {_title(edge, direction)}"
-        with self._guard(what):
-            work = dist.isend(buffer, group=self._groups(edge, direction), group_dst=peer, tag=_tag(edge, direction))
-        return _Work(work, self._guard, what)
+        group = self._groups(edge, direction)
+        try:
+            work = dist.isend(buffer, group=group, group_dst=peer, tag=_tag(edge, direction))
+        except RuntimeError as error:
+            self._fail(error, "sending", edge, direction)
+        return _Work(work, self, "sending", edge, direction)
 
     def receive(self, peer: int, edge: Edge, direction: Direction, buffer: torch.Tensor) -> Pending:
-        what = f"receiving {_title(edge, direction)}"
-        with self._guard(what):
-            work = dist.irecv(buffer, group=self._groups(edge, direction), group_src=peer, tag=_tag(edge, direction))
-        return _Work(work, self._guard, what)
+        group = self._groups(edge, direction)
+        try:
+            work = dist.irecv(buffer, group=group, group_src=peer, tag=_tag(edge, direction))
+        except RuntimeError as error:
+            self._fail(error, "receiving", edge, direction)
+        return _Work(work, self, "receiving", edge, direction)
+
+    def _fail(self, error: RuntimeError, verb: str, edge: Edge, direction: Direction) -> NoReturn:
+        """Say what c10d's error means here; only now, since a text for each of many messages costs time."""
+        with self._guard(f"{verb} {_title(edge, direction)}"):
+            raise error
+        raise AssertionError("the guard lets nothing pass")
 
     def share(self, buffer: torch.Tensor, source: int) -> None:
         with self._guard("sharing the losses"):
@@ -84,20 +91,21 @@ def _title(edge: Edge, direction: Direction) -> str:
 
 
 class _Work:
-    def __init__(self, work: dist.Work | None, guard: Callable[[str], AbstractContextManager[None]], what: str) -> None:
+    def __init__(
+        self, work: dist.Work | None, transport: GroupTransport, verb: str, edge: Edge, direction: Direction
+    ) -> None:
         assert work is not None, "this rank is not in the group"
         self._work: dist.Work | None = work
-        self._guard, self._what = guard, what
+        self._transport, self._what = transport, (verb, edge, direction)
 
     def wait(self) -> None:
         # Gloo blocks for good when one send is waited for twice: once is remembered.
         if self._work is not None:
-            with self._guard(self._what):
+            try:
                 self._work.wait()
+            except RuntimeError as error:
+                self._transport._fail(error, *self._what)
             self._work = None
-
-    def done(self) -> bool:
-        return self._work is None or self._work.is_completed()
 
 
 def wait_all(messages: Sequence[Pending]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from epl.parallel.pipeline.executor import Executor, Program
 from epl.parallel.pipeline.memory import MemoryNetwork
 from epl.parallel.pipeline.stage import Stage
-from epl.parallel.pipeline.ties import Ties, check_holders, tied_parameters
+from epl.parallel.pipeline.ties import Ties, check_holders, describe, tied_parameters
 from epl.plan.batch import cut_evenly
 from epl.plan.schedule import check, make_schedule
 from epl.train.micro import cut_batch
@@ -72,9 +72,7 @@ def in_memory(
     made = make_schedule(schedule, devices, number, chunks).with_communication().with_reduce()
     check(made)
     network = MemoryNetwork(devices, timeout=20)
-    described = [
-        {k: (tuple(p.shape), str(p.dtype)) for k, p in tied_parameters(own[d]).items()} for d in range(devices)
-    ]
+    described = [describe(tied_parameters(own[d])) for d in range(devices)]
     holders = check_holders(described)
     network.boxes, network.barriers = {}, {k: threading.Barrier(len(h)) for k, h in holders.items()}  # type: ignore[attr-defined]
     batch = staged.batch(rows)
