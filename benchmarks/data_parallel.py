@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -47,7 +48,7 @@ class Size:
     """Whether to measure DDP twice: what the two differ by is noise."""
 
 
-FULL = Size({"transformer": Transformer(), "convnet": ConvNet()}, rounds=31, memory_runs=6, sweep_rounds=21, noise=True)
+FULL = Size({"transformer": Transformer(), "convnet": ConvNet()}, rounds=31, memory_runs=6, sweep_rounds=15, noise=True)
 QUICK = Size(
     {"transformer": Transformer(layers=2, sequence=32), "convnet": ConvNet(blocks=(1, 1, 1, 1), rows=4)},
     rounds=6,
@@ -236,11 +237,8 @@ def main() -> int:
     quick = parser.parse_args().quick
     size = QUICK if quick else FULL
     where = machine()
-    against = [*time_rows(size), *memory_rows(size)]
-    sections = [
-        Section("epl against DDP", ("bar", "epl / DDP, medians"), against),
-        Section("Settings of communication, transformer", ("setting", "setting / default, medians"), sweep_rows(size)),
-    ]
+    against = [shown(row) for rows in (time_rows(size), memory_rows(size)) for row in rows]
+    settings = [shown(row) for row in sweep_rows(size)]
     write(
         "data_parallel.quick" if quick else "data_parallel",
         "Data parallel: epl against DDP",
@@ -251,12 +249,18 @@ def main() -> int:
             "A ratio below 1 is in epl's favour. Rows named *noise* compare DDP with a second copy of itself. Memory is the peak of "
             "a process above what it has with the libraries imported. Settings are measured with the reducer used alone.",
         ],
-        sections,
+        [
+            Section("epl against DDP", ("bar", "epl / DDP, medians"), against),
+            Section("Settings of communication, transformer", ("setting", "setting / default, medians"), settings),
+        ],
     )
-    for section in sections:
-        for row in section.rows:
-            print(f"{row.name:<48} {row.ratio}  {row.made_of}")
     return finish([Bar(row.name, row.ratio, row.limit) for row in against if row.limit is not None])
+
+
+def shown(row: Row) -> Row:
+    """The row, printed as soon as it is there."""
+    print(f"{row.name:<48} {row.ratio}  {row.made_of}  load {os.getloadavg()[0]:.1f}", flush=True)
+    return row
 
 
 if __name__ == "__main__":

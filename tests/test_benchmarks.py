@@ -66,6 +66,11 @@ def test_a_bar_is_short_only_beyond_the_noise(capsys: pytest.CaptureFixture[str]
     ]
 
 
+def test_few_pairs_are_no_proof() -> None:
+    assert Bar("a", Ratio(1.5, 1.4, 1.6, 6), 1.03).short
+    assert not Bar("a", Ratio(1.5, 1.4, 1.6, 5), 1.03).short
+
+
 SECTION = Section(
     "Times",
     ("bar", "ours / theirs"),

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+ENOUGH_PAIRS = 6  # that all of 5 lie on one side of the true median happens in 1 of 16 cases by chance: too often
+
+
 @dataclass(frozen=True)
 class Ratio:
     """The median of paired ratios, with an interval that holds the true median with 95 % confidence.

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import torch
 
-from .ratio import Ratio
+from .ratio import ENOUGH_PAIRS, Ratio
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A ratio that is to stay within a limit. Short only if the whole interval is beyond it: noise alone is not enough."""
+    """A ratio that is to stay within a limit. Short only if the whole interval is beyond it: noise alone is not enough.
+
+    And only of enough pairs: below that no interval has the confidence (`lib/ratio.py`).
+    """
 
     name: str
     ratio: Ratio
@@ -26,7 +29,7 @@ class Bar:
 
     @property
     def short(self) -> bool:
-        return self.ratio.low > self.limit
+        return self.ratio.low > self.limit and self.ratio.pairs >= ENOUGH_PAIRS
 
     def __str__(self) -> str:
         return f"bar {self.name} {self.ratio.value:.3f} {self.limit:.3f} {'short' if self.short else 'ok'}"
