@@ -80,8 +80,10 @@ def _refuse_what_is_not_built(plan: Plan) -> None:
         strategies = ", ".join(f"{t.name}: {t.strategy}" for t in plan.taskgraphs)
         raise NotBuiltError(
             f"this plan needs {', '.join(sorted(missing))}, which this version of epl does not have yet.\n{plan}\n"
-            f"What works today: data parallelism, one replicate(k) or several on the same devices "
-            f"(cluster.colocate_split_and_replicate). Found {strategies}. The script also runs on one device, without a launcher."
+            "What works today: data parallelism, one replicate(k) or several on the same devices "
+            "(cluster.colocate_split_and_replicate); accumulation in the loop under epl.no_sync; and pipelines of your own stage "
+            f"functions, epl.forward_backward. Found {strategies}, pipeline.num_micro_batch = {plan.settings.num_micro_batch}. "
+            "Several TaskGraphs also run on one device, without a launcher."
         )
 
 
