@@ -337,19 +337,7 @@ CASES = {
 }
 
 
-KNOWN = pytest.mark.xfail(
-    strict=True, reason="what was received is a leaf: known, to be cured in epl/parallel/pipeline"
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        pytest.param(name, strategy, marks=[KNOWN] if name.startswith("in place") else [])
-        for name, case in CASES.items()
-        for strategy in case.strategies
-    ],
-)
+@pytest.mark.parametrize(("name", "strategy"), [(name, s) for name, case in CASES.items() for s in case.strategies])
 def test_equals_plain_pytorch(name: str, strategy: str) -> None:
     expected_losses, expected_states = _plain(name)
     for rank, (losses, states) in enumerate(run_ranks(_train, len(CASES[name].functions), name, strategy)):
@@ -530,3 +518,65 @@ def test_calls_before_a_step_add_up() -> None:
     for rank, found in enumerate(run_ranks(_accumulate, 4)):
         for gradient, p in zip(found, model[rank % 2].parameters(), strict=True):
             torch.testing.assert_close(gradient, p.grad, rtol=1e-10, atol=1e-10)
+
+
+def _tied(calls: int, replicas: int) -> list[tuple[float, list[torch.Tensor]]]:
+    """A weight used by the first and the last stage, which may be one device; several calls before each step."""
+    _ready()
+    world_size = epl.Env.get().cluster.world_size
+    topology = epl.setup_process_groups([("data", replicas), ("pipe", world_size / replicas)])
+    first, last = CASES["chain"].build()[:2]
+    for layer in (first, last):
+        epl.parallel.tie("weight", layer.weight)
+    own = [layer for layer, here in ((first, topology.is_first("pipe")), (last, topology.is_last("pipe"))) if here]
+    stage = nn.ModuleList(own)
+
+    def run(received, x, y):
+        h = _first(own[0], None, x, y) if topology.is_first("pipe") else received
+        return _last(own[-1], h, x, y) if topology.is_last("pipe") else h
+
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for step in range(2):
+        optimizer.zero_grad(set_to_none=step == 0)
+        for call in range(calls):
+            epl.forward_backward(run, *_batch(6, seed=10 * step + call), module=stage)
+        norm = nn.utils.clip_grad_norm_(stage.parameters(), 0.1)
+        optimizer.step()
+        found.append((norm.item(), [layer.weight.detach().clone() for layer in own]))
+    return found
+
+
+KNOWN = pytest.mark.xfail(strict=True, reason="known, to be cured in epl/parallel/pipeline/ties.py")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "calls"),
+    [
+        (2, 1, 1),
+        (4, 2, 1),
+        pytest.param(1, 1, 1, marks=KNOWN),
+        pytest.param(1, 1, 2, marks=KNOWN),
+        pytest.param(2, 1, 2, marks=KNOWN),
+        pytest.param(4, 2, 2, marks=KNOWN),
+    ],
+)
+def test_a_weight_tied_between_first_and_last_stage(ranks: int, replicas: int, calls: int) -> None:
+    first, last = CASES["chain"].build()[:2]
+    last.weight = first.weight
+    parameters = [first.weight, first.bias, last.bias]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    expected = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for call in range(calls):
+            x, y = _batch(6, seed=10 * step + call)
+            _last(last, _first(first, None, x, y), x, y).backward()
+        norm = nn.utils.clip_grad_norm_(parameters, 0.1)
+        optimizer.step()
+        expected.append((norm.item(), first.weight.detach().clone()))
+    for found in run_ranks(_tied, ranks, calls, replicas):
+        for (norm, weights), (expected_norm, weight) in zip(found, expected, strict=True):
+            assert norm == pytest.approx(expected_norm, abs=1e-10)
+            for copy in weights:
+                torch.testing.assert_close(copy, weight, rtol=1e-10, atol=1e-10)
