@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 ENOUGH_PAIRS = 6  # that all of 5 lie on one side of the true median happens in 1 of 16 cases by chance: too often
 
 
