@@ -175,7 +175,7 @@ class _Spread:
     """Parameters of which every rank of a group holds different ones (the stages of a pipeline)."""
 
     parameters: tuple[nn.Parameter, ...]
-    group: dist.ProcessGroup
+    groups: tuple[dist.ProcessGroup, ...]
     elsewhere: frozenset[int]
     """By id: parameters that another rank holds as well, and counts."""
 
@@ -190,10 +190,13 @@ class _Spread:
 
 
 def count_over(
-    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, counted_elsewhere: Iterable[int] = ()
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, *, counted_elsewhere: Iterable[int] = ()
 ) -> Callable[[], None]:
-    """From now on torch's clipping functions give the norm over all ranks of the group for these parameters; the undo."""
-    spread = _Spread(tuple(parameters), group, frozenset(counted_elsewhere))
+    """From now on torch's clipping functions give the norm over all ranks of the group for these parameters; the undo.
+
+    Those counted elsewhere (by id) are copies of a weight that another rank, or another parameter here, stands for.
+    """
+    spread = _Spread(tuple(parameters), () if group is None else (group,), frozenset(counted_elsewhere))
     remove = install_clipping()
     _patch.spreads.append(spread)
 
@@ -243,7 +246,7 @@ class _Patch:
         """Of parameters that are spread over a group, the norm of all of them; of others, which all ranks hold, once."""
         own = {id(t) for t in spread.among(listed)}
         counted = [t for t in listed if id(t) in own and id(t) not in spread.elsewhere_now()]
-        total = _total(counted, norm_type, (spread.group,))
+        total = _total(counted, norm_type, spread.groups)
         rest = [t for t in listed if id(t) not in own]
         if rest:
             total = _vector_norm(torch.stack([total, _norm(rest, norm_type).to(total.device)]), norm_type)

@@ -40,6 +40,11 @@ def forward_backward(
     pipeline = Pipeline.of(Env.get(), "epl.forward_backward")
     functions = _functions("epl.forward_backward", forward, pipeline)
     modules = _modules(module, pipeline)
+    if backward is not None and Env.get().config.pipeline.strategy == "ZeroBubble":
+        raise UsageError(
+            "epl.forward_backward: a backward of your own makes the gradients of inputs and weights at once, and "
+            "pipeline.strategy = 'ZeroBubble' makes them apart. Use 'PreferBackward' with it."
+        )
     if backward is not None and not callable(backward):
         raise UsageError(
             f"epl.forward_backward: backward is a function (output, gradient) or None, found {type(backward).__name__}"

@@ -43,10 +43,11 @@ class StageSetUp:
         if place.num_replicas > 1 and distinct:
             self._reduce_over_replicas(distinct, sorted(programs), policy, num_communicators, factor)
         self._ties = self._join_ties(distinct)
-        if place.num_devices > 1 and distinct:
+        elsewhere = self._ties.counted_elsewhere if self._ties is not None else set()
+        if distinct and (place.num_devices > 1 or elsewhere):
             parameters = [p for module in distinct for p in module.parameters()]
-            elsewhere = self._ties.counted_elsewhere if self._ties is not None else ()
-            self._undo.append(count_over(parameters, place.topology.group("pipe"), counted_elsewhere=elsewhere))
+            pipe = place.topology.group("pipe") if place.num_devices > 1 else None
+            self._undo.append(count_over(parameters, pipe, counted_elsewhere=elsewhere))
         stages = {index: Stage(index, program, backward) for index, program in programs.items()}
         # Two executors, since both ends of an edge remember forms: in an evaluation nothing needs a gradient.
         self.trainer = Executor(stages, place.num_devices, transport, reducers=self._reductions())
@@ -59,6 +60,8 @@ class StageSetUp:
 
     def before_step(self) -> None:
         """Until its last backward a stage only accumulates."""
+        if self._ties is not None:
+            self._ties.set_aside()
         for reducer in dict.fromkeys(self._reducers.values()):
             reducer.accumulate()
 

@@ -19,7 +19,6 @@ from epl.errors import ConfigError, PeerLostError, PlanError, RanksDisagreeError
 from tests.harness import ROOT, finish_ranks, rank_errors, run_ranks
 
 ROWS = 4
-KNOWN = pytest.mark.xfail(strict=True, reason="known, to be cured in epl/train/pipeline.py")
 
 
 def _start(**settings: object) -> tuple[int, int]:
@@ -143,7 +142,7 @@ def _unknown_schedule() -> None:
         (_unlike_ties, UsageError, ["'weight'", "(2, 2)", "(3, 2)"]),
         (_module_that_is_none, UsageError, ["module", "found 2"]),
         (_backward_that_is_no_function, UsageError, ["backward is a function", "found bool"]),
-        pytest.param(_own_backward_in_two_halves, UsageError, ["backward", "ZeroBubble"], marks=KNOWN),
+        (_own_backward_in_two_halves, UsageError, ["backward", "ZeroBubble"]),
         (_three_stages_on_two_ranks, PlanError, ["pipeline.num_stages = 3", "2 ranks", "Start 3"]),
         (_unknown_schedule, ConfigError, ["'PreferBackwards'", "ZeroBubble"]),
     ],

@@ -547,18 +547,15 @@ def _tied(calls: int, replicas: int) -> list[tuple[float, list[torch.Tensor]]]:
     return found
 
 
-KNOWN = pytest.mark.xfail(strict=True, reason="known, to be cured in epl/parallel/pipeline/ties.py")
-
-
 @pytest.mark.parametrize(
     ("ranks", "replicas", "calls"),
     [
         (2, 1, 1),
         (4, 2, 1),
-        pytest.param(1, 1, 1, marks=KNOWN),
-        pytest.param(1, 1, 2, marks=KNOWN),
-        pytest.param(2, 1, 2, marks=KNOWN),
-        pytest.param(4, 2, 2, marks=KNOWN),
+        (1, 1, 1),
+        (1, 1, 2),
+        (2, 1, 2),
+        (4, 2, 2),
     ],
 )
 def test_a_weight_tied_between_first_and_last_stage(ranks: int, replicas: int, calls: int) -> None:

@@ -70,6 +70,7 @@ class Ties:
         adder: Adder,
     ) -> None:
         self._parameters, self._holders, self._adder = dict(sorted(parameters.items())), holders, adder
+        self._aside: dict[str, torch.Tensor | None] = {}
         self.counted_elsewhere = {
             id(p)
             for key, alike in self._parameters.items()
@@ -84,6 +85,13 @@ class Ties:
                 for parameter in others:
                     parameter.copy_(first)
 
+    def set_aside(self) -> None:
+        """Before the first backward of a step: gradients left by earlier steps are totals already, not to be added up again."""
+        self._aside = {key: alike[0].grad for key, alike in self._parameters.items()}
+        for alike in self._parameters.values():
+            for parameter in alike:
+                parameter.grad = None
+
     @torch.no_grad()
     def add_up_gradients(self) -> None:
         """After the last backward of a step, on every holder."""
@@ -94,6 +102,9 @@ class Ties:
                     total += parameter.grad
             if len(self._holders[key]) > 1:
                 self._adder.add_up(key, total)
+            before = self._aside.pop(key, None)
+            if before is not None:
+                total += before
             for parameter in alike:
                 parameter.grad = total if parameter is alike[0] else total.clone()
 

@@ -15,9 +15,9 @@ SCHEDULES = {"PreferForward": 1, "PreferBackward": 1, "PreferBackwardOptimizer":
 reference = functools.lru_cache(on_one_device)
 
 
-def check(model: str, schedule: str, devices: int, micro_batches: int, rows: int) -> None:
-    expected = reference(model, micro_batches, rows)
-    found = in_memory(model, schedule, devices, micro_batches, SCHEDULES[schedule], rows)
+def check(model: str, schedule: str, devices: int, micro_batches: int, rows: int, replicas: int) -> None:
+    expected = reference(model, micro_batches, rows, replicas)
+    found = in_memory(model, schedule, devices, micro_batches, SCHEDULES[schedule], rows, replicas)
     assert found.losses == pytest.approx(expected.losses, abs=1e-12)
     for name, gradient in expected.gradients.items():
         assert found.gradients[name] is not None, name
@@ -29,5 +29,6 @@ def check(model: str, schedule: str, devices: int, micro_batches: int, rows: int
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_whole_product(model, schedule):
-    for devices, (micro_batches, rows) in itertools.product((2, 3, 4), ((1, 8), (2, 8), (4, 8), (7, 10), (4, 3))):
-        check(model, schedule, devices, micro_batches, rows)
+    sizes = ((1, 8), (2, 8), (4, 8), (7, 10), (4, 3))  # micro batches, rows: also uneven, and fewer rows than asked for
+    for devices, (micro_batches, rows), replicas in itertools.product((2, 3, 4), sizes, (1, 2)):
+        check(model, schedule, devices, micro_batches, rows, replicas)
