@@ -1,21 +1,14 @@
-"""Sending a batch to the other ranks of a group: any nesting of containers, tensors as tensors, the rest by pickle.
-
-A pickler stops at every tensor and writes only its number, so the containers (dicts, named tuples, dataclasses, a
-tokenizer's own batch class) need no code of ours, and no tensor is ever pickled:
-
-    {"x": tensor, "ids": [1, 2]}   →   pickle of {"x": #0, "ids": [1, 2]}   +   shapes and dtypes   +   tensor 0
-"""
+"""Sending a batch to the other ranks of a group: any nesting of containers, tensors as tensors, the rest by pickle."""
 
 from __future__ import annotations
 
-import io
-import pickle
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from epl.cluster.communication import Job, speaking
+from epl.cluster.pickling import FAILURES, dump_around_tensors, load_around_tensors
 from epl.errors import UsageError
 
 T = TypeVar("T")
@@ -47,7 +40,7 @@ def broadcast_batch(batch: T | None, group: dist.ProcessGroup, job: Job) -> T:
         if not sends:
             tensors = [torch.empty(shape, dtype=dtype, device=job.device) for shape, dtype in forms]
         _broadcast_all(tensors, group)
-    return cast(T, unpack(structure, tensors))
+    return cast(T, load_around_tensors(structure, tensors))
 
 
 def pack(batch: object, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
@@ -56,50 +49,15 @@ def pack(batch: object, device: torch.device) -> tuple[bytes, list[torch.Tensor]
     Raises:
         UsageError: if something in it can neither be pickled nor sent as a tensor.
     """
-    buffer = io.BytesIO()
-    pickler = _Packer(buffer, device)
     try:
-        pickler.dump(batch)
-    except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
+        structure, tensors = dump_around_tensors(batch)
+    except FAILURES as error:
         raise UsageError(
             "a batch to broadcast may hold tensors and whatever Python can pickle (numbers, strings, dicts, lists, "
             f"named tuples, dataclasses of a module); found something else: {type(error).__name__}: {error}. "
             "Send the tensors in a dict and build the rest on each rank."
         ) from error
-    return buffer.getvalue(), pickler.tensors
-
-
-def unpack(structure: bytes, tensors: list[torch.Tensor]) -> object:
-    """What `pack` was given, with these tensors in their places."""
-    unpickler = _Unpacker(io.BytesIO(structure))
-    unpickler.tensors = tensors
-    return unpickler.load()
-
-
-class _Packer(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, device: torch.device) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-        self._device = device
-        self._numbers: dict[int, int] = {}  # a tensor that occurs twice is sent once
-
-    def persistent_id(self, found: object) -> int | None:
-        if not isinstance(found, torch.Tensor):
-            return None
-        if id(found) not in self._numbers:
-            self._numbers[id(found)] = len(self.tensors)
-            self.tensors.append(_plain(found, self._device))
-        return self._numbers[id(found)]
-
-
-class _Unpacker(pickle.Unpickler):
-    tensors: list[torch.Tensor]
-
-    def persistent_load(self, number: object) -> torch.Tensor:
-        assert isinstance(number, int)
-        return self.tensors[number]
+    return structure, [_plain(tensor, device) for tensor in tensors]
 
 
 def _plain(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,6 @@ from epl.cluster.communication import Job
 from epl.cluster.topology import Topology
 from epl.env import Env, setup_process_groups
 from epl.errors import PlanError, UsageError
-from epl.parallel import ReducePolicy
 from epl.parallel.pipeline.executor import Program
 from epl.parallel.pipeline.parcel import Form, put_together, take_apart
 from epl.parallel.pipeline.stage import Backward
@@ -21,6 +20,7 @@ from epl.plan.schedule import Schedule, check, forward_only, make_schedule
 from epl.report.log import notice
 from epl.train.micro import count_rows, cut_batch
 from epl.train.place import PipelinePlace
+from epl.train.policy import reduce_policy
 from epl.train.stagesetup import StageSetUp
 
 Forward = Callable[..., object]
@@ -212,14 +212,6 @@ class Pipeline:
         for stale in [s for s in self._setups if s.is_for(modules, backward)]:
             stale.close()
             self._setups.remove(stale)
-        settings = self._env.config.communication
-        policy = ReducePolicy(
-            method=settings.gradients_reduce_method,
-            max_splits=settings.max_splits,
-            fp16=settings.fp16,
-            fp16_scale=settings.fp16_scale,
-            sparse_as_dense=settings.sparse_as_dense,
-        )
         made = StageSetUp(
             self.place,
             self._job,
@@ -227,8 +219,8 @@ class Pipeline:
             backward,
             self.programs,
             self.transport,
-            policy,
-            settings.num_communicators,
+            reduce_policy(self._env.config),
+            self._env.config.communication.num_communicators,
             self._factor,
         )
         self._setups.append(made)

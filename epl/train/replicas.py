@@ -36,6 +36,7 @@ from epl.parallel.reducer import Named
 from epl.plan import Plan
 from epl.report.log import notice, warn
 from epl.train.arguments import Arguments
+from epl.train.policy import reduce_policy
 from epl.train.weights import replica_factor, row_factor, within_replica
 
 _parallelized: list[Replicas] = []  # since epl.init; its close() takes them out
@@ -154,14 +155,7 @@ class Replicas:
     def _make_reducers(self) -> list[GradientReducer]:
         settings = self._env.config.communication
         plan = self.plan
-        policy = ReducePolicy(
-            method=settings.gradients_reduce_method,
-            when="backward" if settings.clip_after_allreduce else "step",
-            max_splits=settings.max_splits,
-            fp16=settings.fp16,
-            fp16_scale=settings.fp16_scale,
-            sparse_as_dense=settings.sparse_as_dense,
-        )
+        policy = reduce_policy(self._env.config, "backward" if settings.clip_after_allreduce else "step")
         if settings.clip_after_allreduce or plan.parts == 1:
             factor = self._factor if settings.clip_after_allreduce else self._replica_factor
             first, *others = self._env.communicators()

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from epl.cluster.batch import pack, unpack
+from epl.cluster.batch import pack
+from epl.cluster.pickling import load_around_tensors as unpack
 from epl.errors import UsageError
 
 CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ writes its number, so containers need no code of ours (dicts, dataclasses, Huggi
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import cast
 
 import torch
 
+from epl.cluster.pickling import FAILURES, dump_around_tensors, load_around_tensors
 from epl.errors import UsageError
 
 PREAMBLE, ALIGN = 64, 64
@@ -93,12 +93,6 @@ class Form:
         """The tensors in the buffer, as views of it."""
         return [self._room(buffer, f, o) for f, o in zip(self.tensors, self.offsets, strict=False)]
 
-    def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> object:
-        """The value with these tensors in their places."""
-        unpickler = _Unpickler(io.BytesIO(self.structure))
-        unpickler.tensors = tensors
-        return unpickler.load()
-
     @staticmethod
     def _room(buffer: torch.Tensor, form: TensorForm, offset: int) -> torch.Tensor:
         return buffer[offset : offset + form.nbytes].view(form.dtype).view(form.shape)
@@ -122,23 +116,18 @@ def take_apart(value: object, assumed: Form | None = None) -> tuple[Form, list[t
 
 
 def _pickle(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
     try:
-        pickler.dump(value)
-    except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
+        return dump_around_tensors(value)
+    except FAILURES as error:
         raise UsageError(
             "what a stage returns must be able to travel to the next one: tensors, and what Python can pickle (numbers, "
             f"strings, None, dicts, lists, tuples, dataclasses); found {type(value).__name__} with something else in it: {error}"
         ) from error
-    return buffer.getvalue(), pickler.tensors
 
 
 def put_together(form: Form, tensors: Sequence[torch.Tensor | None]) -> object:
     """The value that `take_apart` was given, with these tensors."""
-    return tensors[0] if form.structure == _single else form.rebuild(tensors)
+    return tensors[0] if form.structure == _single else load_around_tensors(form.structure, tensors)
 
 
 def enter_stage(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -164,26 +153,3 @@ def _form_of(tensor: torch.Tensor) -> TensorForm:
             f"a stage returned a {tensor.layout} tensor on {tensor.device}; only ordinary dense ones can travel to the next"
         )
     return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}  # a tensor that occurs twice travels once
-
-    def persistent_id(self, found: object) -> int | None:
-        if not isinstance(found, torch.Tensor):
-            return None
-        if id(found) not in self._numbers:
-            self._numbers[id(found)] = len(self.tensors)
-            self.tensors.append(found)
-        return self._numbers[id(found)]
-
-
-class _Unpickler(pickle.Unpickler):
-    tensors: Sequence[torch.Tensor | None]
-
-    def persistent_load(self, number: object) -> torch.Tensor | None:
-        assert isinstance(number, int)
-        return self.tensors[number]
