@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import dataclasses
 import logging
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from lib.measure import interleave, peak_memory, slowest
 from lib.ranks import run_ranks, show
 from lib.ratio import paired_ratio
-from lib.report import Bar, Row, Section, finish, machine, write
+from lib.report import Bar, Row, Section, finish, load, machine, write
 from lib.workloads import Batch, ConvNet, Transformer, Workload
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -243,7 +242,7 @@ def main() -> int:
         "data_parallel.quick" if quick else "data_parallel",
         "Data parallel: epl against DDP",
         [
-            f"{where} {RANKS} ranks, one thread each, gloo, float32.",
+            f"{where} At the end: {load()}. {RANKS} ranks, one thread each, gloo, float32.",
             "\n".join(f"- {name}: `{workload}`" for name, workload in size.workloads.items())
             + f"\n- accumulated: the transformer, {MICRO_BATCHES} micro batches under `no_sync`",
             "A ratio below 1 is in epl's favour. Rows named *noise* compare DDP with a second copy of itself. Memory is the peak of "
@@ -259,7 +258,7 @@ def main() -> int:
 
 def shown(row: Row) -> Row:
     """The row, printed as soon as it is there."""
-    print(f"{row.name:<48} {row.ratio}  {row.made_of}  load {os.getloadavg()[0]:.1f}", flush=True)
+    print(f"{row.name:<48} {row.ratio}  {row.made_of}  {load()}", flush=True)
     return row
 
 

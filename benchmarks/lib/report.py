@@ -123,5 +123,10 @@ def machine() -> str:
     gpu = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
     return (
         f"{datetime.date.today().isoformat()}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{cores} cores, {gpu}, load {os.getloadavg()[0]:.1f} before the start."
+        f"{cores} cores, {gpu}, {load()} before the start."
     )
+
+
+def load() -> str:
+    """How busy the machine is; above the number of ranks, others are at work on it and times say less."""
+    return f"load {os.getloadavg()[0]:.1f}"

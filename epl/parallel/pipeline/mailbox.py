@@ -22,7 +22,7 @@ from epl.parallel.pipeline.parcel import PREAMBLE, Form, enter_stage, put_togeth
 from epl.parallel.pipeline.transport import Direction, Edge, Pending, Transport, wait_all
 
 _NOTHING = Form(b"", ())
-_UNDER_WAY = 4  # messages of one edge and direction whose buffers are kept at most
+_UNDER_WAY = 2  # messages of one edge and direction whose buffers are kept at most
 
 
 @dataclass
