@@ -44,7 +44,8 @@ class Slot:
         if gradient is None or gradient.is_sparse:
             self.view.zero_()
         elif gradient is self.view:
-            gradient.mul_(scale)
+            if scale != 1.0:
+                gradient.mul_(scale)
         else:
             torch.mul(gradient, scale, out=self.view)
             self.parameter.grad = self.view
@@ -61,6 +62,7 @@ class Bucket:
     flat: torch.Tensor
     elements: int  # of gradients; the flags follow
     slots: list[Slot]
+    fired: int = 0  # of the slots
     launched: bool = False
     work: dist.Work | None = None
     wire: torch.Tensor | None = None  # what travels, where it is not `flat` itself (fp16)
@@ -71,7 +73,7 @@ class Bucket:
 
     @property
     def full(self) -> bool:
-        return all(slot.fired for slot in self.slots)
+        return self.fired == len(self.slots)
 
     @property
     def touched(self) -> bool:
@@ -99,7 +101,7 @@ def make_buckets(
     for kind, alike in kinds.items():
         size = sum(p.numel() for _, p in alike) + len(alike)
         if kind not in memory or memory[kind].numel() != size:
-            memory[kind] = torch.zeros(size, dtype=kind[0], device=kind[1])
+            memory[kind] = torch.empty(size, dtype=kind[0], device=kind[1])
         sizes = [p.numel() * p.element_size() for _, p in alike]
         start = offset = 0
         for end in divide(sizes, max(1, most * sum(sizes) // max(1, total))):

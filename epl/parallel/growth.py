@@ -1,4 +1,4 @@
-"""Notices, cheaply, that some module somewhere got a new parameter or a new part.
+"""Notices, cheaply, that some module somewhere got a new parameter, buffer or part.
 
 Walking all parameters of a large model before every step costs milliseconds; torch tells of every registration, so the walk is
 only made when something was registered since the last time.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Growth:
-    """`count` goes up whenever a parameter or a module is registered anywhere, as long as somebody watches."""
+    """`count` goes up whenever a parameter, a buffer or a module is registered anywhere, as long as somebody watches."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -28,6 +29,7 @@ class Growth:
         if self._watchers == 1:
             self._handles = [
                 register_module_parameter_registration_hook(self._grown),
+                register_module_buffer_registration_hook(self._grown),
                 register_module_module_registration_hook(self._grown),
             ]
 

@@ -39,7 +39,7 @@ from epl.parallel.sparse import reduce_sparse, sparse_parameters
 from epl.parallel.words import GroupWords, Meet
 
 Named = tuple[str, nn.Parameter]
-_SPARSE, _BUFFERS, _FIRST_BUCKET = 1, 2, 2  # bits 0 and 1 of what ranks tell each other; buckets from bit 2 on
+_SPARSE, _BUFFERS, _OTHER_BUFFERS, _FIRST_BUCKET = 1, 2, 4, 3  # bits that ranks tell each other; buckets from bit 3 on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,7 @@ class GradientReducer:
         self._order: list[str] | None = None  # in which gradients come; known after the first backward pass
         self._order_is_new = False
         self._memory: dict[Kind, torch.Tensor] = {}
+        self._factor_now, self._factor_of = 1.0, -1  # in which backward pass
         self._syncing = True
         self._held = False  # gradients leave as they come, but backward does not wait for them
         self._session: _Session | None = None
@@ -216,13 +217,15 @@ class GradientReducer:
             self._receive(slot.bucket)  # a further gradient for a bucket under way: let it land first
         elif slot is not None and slot.fired:
             slot.fired = False
+            slot.bucket.fired -= 1
             slot.view.mul_(self.size)
         if self.policy.when == "step":
             return None  # the user clips what is there, so it is weighted only when it travels
-        factor = self._factor()
+        if (backward := _torch.backward_id()) != self._factor_of:
+            self._factor_of, self._factor_now = backward, self._factor()
+        factor = self._factor_now
         return None if factor == 1.0 else tuple(gradient * factor for gradient in gradients)
 
-    @torch.no_grad()
     def _after_accumulation(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
@@ -246,6 +249,7 @@ class GradientReducer:
             return
         slot.load(1.0 / self.size)
         slot.fired = True
+        slot.bucket.fired += 1
         session.order.append(slot.name)
         while session.next < len(self._buckets) and self._buckets[session.next].full:
             self._launch(session.next, 1.0)
@@ -277,7 +281,8 @@ class GradientReducer:
         with self._guard("backward"):
             all_buckets = range(len(self._buckets))
             touched = {index for index in all_buckets if self._buckets[index].touched}
-            told = self._meet("backward", self._own_bits(touched))
+            moved = self._buffers.moved()
+            told = self._meet("backward", self._own_bits(touched, moved))
             wanted = touched if len(touched) == len(all_buckets) else _buckets_in(told(), all_buckets)
             for index in all_buckets:
                 if index in wanted and not self._buckets[index].launched:
@@ -290,14 +295,15 @@ class GradientReducer:
             if bits & _SPARSE:
                 self._learn_sparse(factor)
             if bits & _BUFFERS:
-                self._buffers.send()
+                self._buffers.send(moved, as_last_time=not bits & _OTHER_BUFFERS)
             if self._order is None and self.policy.when == "backward":
                 self._settle_order(session.order)
         self._session = None
 
-    def _own_bits(self, touched: set[int]) -> int:
+    def _own_bits(self, touched: set[int], moved: frozenset[int]) -> int:
         surprised = any(key in self._slots for key in self._surprises)
-        return surprised * _SPARSE | self._buffers.changed() * _BUFFERS | sum(1 << _FIRST_BUCKET + i for i in touched)
+        buffers = bool(moved) * _BUFFERS | (not self._buffers.knows(moved)) * _OTHER_BUFFERS
+        return surprised * _SPARSE | buffers | sum(1 << _FIRST_BUCKET + i for i in touched)
 
     def _launch(self, index: int, factor: float) -> None:
         """Send a bucket. What it holds has been divided by N, so the sum over ranks is the average."""
@@ -334,6 +340,7 @@ class GradientReducer:
             for slot, is_used in zip(bucket.slots, (used > 0).tolist(), strict=True):
                 if is_used and slot.parameter.grad is None:
                     slot.parameter.grad = slot.view
+        bucket.fired = 0
         for slot in bucket.slots:
             slot.fired = slot.dirty = False
 
@@ -342,6 +349,7 @@ class GradientReducer:
             for bucket in self._buckets:
                 if bucket.launched:
                     self._receive(bucket)
+                bucket.fired = 0
                 for slot in bucket.slots:
                     slot.fired = slot.dirty = False
             self._session = None
