@@ -98,6 +98,7 @@ class GradientReducer:
         self._accumulators: list[object] = []  # torch holds them weakly; our hooks on them must not vanish
         self._known_sparse: set[int] = set()  # by id: parameters whose gradient comes sparse, as all ranks know
         self._surprises: set[int] = set()  # those of which only this rank knows yet
+        self._dirty_sparse: set[int] = set()  # parameters that got a gradient since they were reduced as sparse ones
         self._order: list[str] | None = None  # in which gradients come; known after the first backward pass
         self._order_is_new = False
         self._memory: dict[Kind, torch.Tensor] = {}
@@ -238,6 +239,7 @@ class GradientReducer:
             parameter.grad = gradient.to_dense()
         elif gradient.is_sparse:
             self._surprises.add(id(parameter))
+        self._dirty_sparse.add(id(parameter))
         session = self._begin() if self._syncing and self.policy.when == "backward" else None
         slot = self._slots.get(id(parameter))  # after _begin, which may deal out the memory anew
         if slot is None:
@@ -291,7 +293,7 @@ class GradientReducer:
             for bucket in self._buckets:
                 if bucket.launched:
                     self._receive(bucket)
-            reduce_sparse([p for _, p in self._sparse], self.group, factor / self.size)
+            self._reduce_sparse([p for _, p in self._sparse], factor)
             if bits & _SPARSE:
                 self._learn_sparse(factor)
             if bits & _BUFFERS:
@@ -299,6 +301,11 @@ class GradientReducer:
             if self._order is None and self.policy.when == "backward":
                 self._settle_order(session.order)
         self._session = None
+
+    def _reduce_sparse(self, parameters: list[nn.Parameter], factor: float) -> None:
+        scales = [(factor if id(p) in self._dirty_sparse else 1.0) / self.size for p in parameters]
+        reduce_sparse(parameters, self.group, scales)
+        self._dirty_sparse -= {id(p) for p in parameters}
 
     def _own_bits(self, touched: set[int], moved: frozenset[int]) -> int:
         surprised = any(key in self._slots for key in self._surprises)
@@ -309,8 +316,8 @@ class GradientReducer:
         """Send a bucket. What it holds has been divided by N, so the sum over ranks is the average."""
         bucket = self._buckets[index]
         for slot in bucket.slots:
-            if not slot.fired:
-                slot.load(factor / self.size)
+            if not slot.fired:  # what is not dirty has travelled before (a second optimizer's step), weighted already
+                slot.load((factor if slot.dirty else 1.0) / self.size)
         in_use = [slot.in_use for slot in bucket.slots]
         if all(in_use):
             bucket.flags.fill_(1)
@@ -409,7 +416,7 @@ class GradientReducer:
         found = torch.tensor([key in self._surprises for key, _ in slots], dtype=torch.uint8, device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         surprises = [slot.parameter for (_, slot), is_sparse in zip(slots, found.tolist(), strict=True) if is_sparse]
-        reduce_sparse(surprises, self.group, factor / self.size)
+        self._reduce_sparse(surprises, factor)
         self._known_sparse |= {id(p) for p in surprises}
         self._surprises.clear()
         self._lay_out()

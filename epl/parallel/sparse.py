@@ -20,8 +20,8 @@ class Kind(IntEnum):
     DENSE = 2  # somebody's gradient is dense (a tied output layer): then all add up dense ones
 
 
-def reduce_sparse(parameters: list[nn.Parameter], group: dist.ProcessGroup, scale: float) -> None:
-    """Replace each parameter's gradient by `scale` times its sum over the group; None where no rank has one."""
+def reduce_sparse(parameters: list[nn.Parameter], group: dist.ProcessGroup, scales: list[float]) -> None:
+    """Replace each parameter's gradient by the sum over the group of each rank's, times its scale; None where no rank has one."""
     if not parameters:
         return
     device = parameters[0].device
@@ -31,9 +31,9 @@ def reduce_sparse(parameters: list[nn.Parameter], group: dist.ProcessGroup, scal
     dist.all_gather_single(everyone.view(-1), own.view(-1), group=group)
     kinds = everyone[:, :, 0].max(dim=0).values.tolist()
     counts = everyone[:, :, 1].t().tolist()
-    for parameter, gradient, kind, rows in zip(parameters, held, kinds, counts, strict=True):
+    for parameter, gradient, kind, rows, scale in zip(parameters, held, kinds, counts, scales, strict=True):
         if kind == Kind.DENSE:
-            parameter.grad = _add_up_dense(parameter, gradient, group).mul_(scale)
+            parameter.grad = _add_up_dense(parameter, gradient, group, scale)
         elif kind == Kind.SPARSE:
             parameter.grad = _add_up_sparse(parameter, gradient, rows, group, scale)
 
@@ -54,12 +54,14 @@ def _coalesced(parameter: nn.Parameter) -> torch.Tensor | None:
     return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _add_up_dense(parameter: nn.Parameter, gradient: torch.Tensor | None, group: dist.ProcessGroup) -> torch.Tensor:
+def _add_up_dense(
+    parameter: nn.Parameter, gradient: torch.Tensor | None, group: dist.ProcessGroup, scale: float
+) -> torch.Tensor:
     if gradient is None:
         dense = torch.zeros_like(parameter)
     else:
         dense = gradient.to_dense() if gradient.is_sparse else gradient.clone()
-    dense = dense.contiguous()
+    dense = dense.contiguous().mul_(scale)
     dist.all_reduce(torch.view_as_real(dense) if dense.is_complex() else dense, group=group)
     return dense
 
@@ -76,11 +78,11 @@ def _add_up_sparse(
             parameter.shape,
             check_invariants=False,
         ).coalesce()
-    indices, values = gradient.indices(), gradient.values()
+    indices, values = gradient.indices(), gradient.values() * scale
     all_indices = _gather_padded(indices.t().contiguous(), longest, ranks, group)
     all_values = _gather_padded(values.contiguous(), longest, ranks, group)
     kept_indices = torch.cat([all_indices[r, :n] for r, n in enumerate(rows)]).t()
-    kept_values = torch.cat([all_values[r, :n] for r, n in enumerate(rows)]) * scale
+    kept_values = torch.cat([all_values[r, :n] for r, n in enumerate(rows)])
     result = torch.sparse_coo_tensor(kept_indices, kept_values, gradient.shape, check_invariants=False)
     return result.coalesce()
 

@@ -61,13 +61,13 @@ class Replicas:
         self.reducers: list[GradientReducer] = []
         self._refuse_shared_parameters()
         _parallelized.append(self)
+        self._undo.append(install_clipping())
         if plan.world_size > 1:
             self._meet_others(model)
             self._make_equal([*model.parameters(), *model.buffers()])
             self._sync_batch_norm()
             self.reducers = self._make_reducers()
             self._undo += [reducer.close for reducer in self.reducers]
-            self._undo.append(install_clipping())
             # Of every optimizer: one that is made later, and never given to parallelize, must not escape.
             self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
         set_file_place(functools.partial(file_place, plan, env))

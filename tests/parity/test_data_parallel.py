@@ -115,5 +115,13 @@ def test_more_ranks_than_rows_in_the_tail():
     check(Case("cnn", "sgd", 3, micro_batch=14, config={"communication.sync_batch_norm": True}))
 
 
+def test_two_optimizers_that_clip_before_the_reduction():
+    # Each optimizer's step reduces what has not travelled yet; the second once weighted the first one's a second time, and a
+    # sparse gradient was weighted by the receiver's share of the rows instead of the sender's.
+    for method in ("mean", "sum"):
+        config = {"communication.gradients_reduce_method": method}
+        check(Case("sparse", "adamw", 3, clip="before", config=config))
+
+
 def test_fp16_communication_stays_close():
     check(Case("mlp", "sgd", 2, config={"communication.fp16": True}), tolerance=5e-3)
