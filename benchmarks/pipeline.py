@@ -85,7 +85,7 @@ QUICK = Size(
     small=Transformer(layers=4, width=64, sequence=8, rows=16),
     rounds=7,
     small_rounds=15,
-    memory_runs=2,
+    memory_runs=1,
     noise=False,
 )
 
