@@ -6,6 +6,7 @@ Nothing else in epl may import an underscored torch name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from types import CellType
 from typing import Any
 
@@ -75,6 +76,14 @@ def clipping_seams() -> tuple[CellType, CellType]:
     assert norm is not None
     assert value is not None
     return norm[0], value[0]
+
+
+def no_tensor_subclass() -> AbstractContextManager[None]:
+    """Inside, torch functions run without asking tensor subclasses (`__torch_function__`): for our own code about lazy values.
+
+    The public `torch.overrides` has no such context.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def is_batch_norm(module: torch.nn.Module) -> bool:
