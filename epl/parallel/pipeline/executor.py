@@ -41,9 +41,11 @@ class Program:
     last_backwards: frozenset[int]
     """Positions of each stage's last backward."""
     trains: bool
+    keeps: bool = False
+    """Forwards only, whose backwards are another program's: everything is kept for it."""
 
     @staticmethod
-    def of(schedule: Schedule, device: int) -> Program:
+    def of(schedule: Schedule, device: int, *, keeps: bool = False) -> Program:
         """The program of one device; the schedule must have its messages."""
         actions = schedule.actions[device]
         posts: dict[int, list[Action]] = defaultdict(list)
@@ -58,7 +60,7 @@ class Program:
                 there_is_room = before.get(key, -1)
                 if action.kind is K.RECEIVE_BACKWARD:  # of a form that is known once the activations have left
                     maker, user = action.channel[1], action.channel[0]
-                    there_is_room = max(there_is_room, sent[(maker, user), action.micro_batch])
+                    there_is_room = max(there_is_room, sent.get(((maker, user), action.micro_batch), -1))
                 posts[there_is_room].append(action)
                 before[key] = position
             elif action.kind is K.BACKWARD or action.kind is K.WEIGHT_GRAD:
@@ -66,7 +68,7 @@ class Program:
         own = set(schedule.stages_of(device))
         here = tuple(edge for edge in schedule.edges if own.issuperset(edge))
         frozen = {position: tuple(found) for position, found in posts.items()}
-        return Program(actions, here, frozen, frozenset(last.values()), bool(last))
+        return Program(actions, here, frozen, frozenset(last.values()), bool(last), keeps)
 
 
 @dataclass
@@ -89,11 +91,12 @@ class Executor:
         transport: Transport,
         *,
         reducers: Mapping[int, StageReducer] | None = None,
+        mailbox: Mailbox | None = None,
     ) -> None:
         self._stages, self._reducers = stages, dict(reducers or {})
         self.record = False
         """Whether steps note when every action began and ended."""
-        self._mailbox = Mailbox(transport, num_devices)
+        self._mailbox = mailbox or Mailbox(transport, num_devices)
 
     def run(self, program: Program, weights: Sequence[float]) -> Step:
         """One step; `weights` are those of the micro batches' losses, and add up to 1."""
@@ -117,7 +120,8 @@ class Executor:
             for reducer in dict.fromkeys(self._reducers.values()):
                 reducer.finish()
         self._mailbox.finish()
-        assert not any(stage.flying for stage in self._stages.values()), "micro batches are left over"
+        left = not program.keeps and any(stage.flying and not stage.retain for stage in self._stages.values())
+        assert not left, "micro batches are left over"
         return step
 
     def forget(self) -> None:
@@ -138,7 +142,7 @@ class Executor:
             loss = stage.forward(number)
             if loss is not None:
                 step.losses[number] = loss.detach()
-            if not program.trains:
+            if not program.trains and not program.keeps:
                 stage.flying[number].received, stage.flying[number].loss = {}, None
         elif action.kind is K.WEIGHT_GRAD:
             stage.backward_of_weights(number)

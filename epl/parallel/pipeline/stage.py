@@ -58,6 +58,8 @@ class MicroBatch:
     outputs: dict[int, object] = field(default_factory=dict)
     sent: dict[int, Sent] = field(default_factory=dict)
     loss: torch.Tensor | None = None
+    seeds: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Values of this stage whose gradients come from outside the pipeline, with these."""
     halves: Halves | None = None
     returning: dict[int, tuple[Form, Gradients]] = field(default_factory=dict)
 
@@ -68,12 +70,19 @@ class MicroBatch:
             pairs += [(r, g) for r, g in zip(sent.roots, sent.gradients, strict=True) if g is not None]
         if self.loss is not None and self.loss.requires_grad:
             pairs.append((get_gradient_edge(self.loss), torch.full_like(self.loss, weight)))
+        pairs += [(get_gradient_edge(value), gradient) for value, gradient in self.seeds]
         return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
-    def turn_round(self) -> None:
-        """Backward has reached the inputs: only the gradients that go back are still needed."""
+    def turn_round(self, retain: bool = False) -> None:
+        """Backward has reached the inputs: only the gradients that go back are still needed, unless it will come again."""
         self.returning = {peer: (r.form, r.gradients()) for peer, r in self.received.items()}
-        self.received, self.outputs, self.sent, self.loss = {}, {}, {}, None
+        self.seeds = []
+        if retain:
+            for received in self.received.values():
+                for tensor in received.tensors:
+                    tensor.grad = None
+        else:
+            self.received, self.outputs, self.sent, self.loss = {}, {}, {}, None
 
     @property
     def done(self) -> bool:
@@ -89,6 +98,8 @@ class Stage:
     def __init__(self, index: int, program: StageProgram, backward: Backward | None = None) -> None:
         self.index, self._program, self._backward = index, program, backward
         self.flying: dict[int, MicroBatch] = {}
+        self.retain = False
+        """Whether graphs are kept for another backward."""
 
     def micro_batch(self, number: int) -> MicroBatch:
         """What is kept of a micro batch; nothing before its first action."""
@@ -118,8 +129,8 @@ class Stage:
         else:
             roots, gradients = kept.roots(weight)
             if roots:
-                torch.autograd.backward(roots, gradients)
-        kept.turn_round()
+                torch.autograd.backward(roots, gradients, retain_graph=self.retain or None)
+        kept.turn_round(self.retain)
 
     def backward_of_inputs(self, number: int, weight: float) -> None:
         """Only the gradients of what was received; those of the weights are left for `backward_of_weights`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from epl.plan.schedule.action import Action, ActionKind
 from epl.plan.schedule.checks import check
-from epl.plan.schedule.chunked import forward_only, interleaved
+from epl.plan.schedule.chunked import backward_only, forward_only, interleaved
 from epl.plan.schedule.orders import prefer_backward, prefer_backward_optimizer, prefer_forward, zero_bubble
 from epl.plan.schedule.registry import SCHEDULES, make_schedule
 from epl.plan.schedule.replay import Sends
@@ -26,6 +26,7 @@ __all__ = [
     "Sends",
     "Simulation",
     "TimedAction",
+    "backward_only",
     "check",
     "forward_only",
     "interleaved",

@@ -30,6 +30,13 @@ def forward_only(num_devices: int, num_micro_batch: int, num_chunks: int = 1) ->
     return _schedule("ForwardOnly", num_devices, num_micro_batch, num_chunks, lists)
 
 
+def backward_only(num_devices: int, num_micro_batch: int, num_chunks: int = 1) -> Schedule:
+    """All backwards of what `forward_only` has computed."""
+    rounds = _rounds(num_devices, num_micro_batch)
+    lists = (_backwards(_stages(device, num_devices, num_chunks), rounds) for device in range(num_devices))
+    return _schedule("BackwardOnly", num_devices, num_micro_batch, num_chunks, lists)
+
+
 def _one_in_one_out(device: int, num_devices: int, num_chunks: int, rounds: Sequence[range]) -> list[Action]:
     """Forwards ahead, then forward and backward in turn, then the backwards that are left.
 
