@@ -1,0 +1,126 @@
+"""Which stage computes what of a recorded forward, and what travels between the stages.
+
+Stage i is the i-th TaskGraph in the order of first execution. What a scope covers runs in its TaskGraph; for the rest:
+
+    module          to its first consumer, through glue; if none has a stage, to its latest producer; else to the last
+    glue            to its latest producer
+    ... of inputs   (and constants, nothing else): wherever it is needed, since every rank of a replica has the inputs
+    ... at random   of inputs only: to its first consumer, from where it travels: all must see the same numbers
+    parameter       held wherever it is used: tied, if that is in several stages. Glue of parameters and inputs only runs
+                    where their TaskGraph does; if they have none, at its first consumer
+
+First and latest are by stage. A value goes directly from the stage that makes it to every stage that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from epl.errors import PlanError, list_problems
+from epl.plan.assignment import Assignment
+from epl.plan.nodes import GraphNode
+from epl.plan.obstacles import cycles, effects_astray, moved, never_executed
+
+Edge = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """A forward cut into stages."""
+
+    order: tuple[str, ...]
+    """The TaskGraph of every stage."""
+    stages: Mapping[int, tuple[int, ...]] = field(repr=False)
+    """For every node the stages that compute it (inputs, constants, parameters: that read it); several for what is
+    computed wherever it is needed."""
+    edges: Mapping[Edge, tuple[int, ...]]
+    """(stage that makes, stage that uses): the nodes whose values travel, in order."""
+    holders: Mapping[str, tuple[int, ...]] = field(repr=False)
+    """Every parameter and the stages that hold it: several, if it is tied."""
+    buffers: Mapping[str, tuple[int, ...]] = field(repr=False)
+    """Every buffer that something uses, and the stages that use it."""
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.order)
+
+    @property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several stages hold."""
+        return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
+
+    def nodes_of(self, stage: int) -> tuple[int, ...]:
+        """The nodes that a stage computes or reads, in order of execution."""
+        return tuple(index for index, stages in self.stages.items() if stage in stages)
+
+
+def cut_stages(
+    nodes: Sequence[GraphNode],
+    *,
+    taskgraphs: Sequence[str],
+    parameters: Mapping[str, str | None],
+    home: Collection[int] = (),
+    earlier: StageCut | None = None,
+) -> StageCut:
+    """The stages of these nodes, by the rules on top of this file; PlanError with all that is in the way.
+
+    `taskgraphs` are those the model has, `parameters` all its parameters with their TaskGraphs. `home` are the nodes whose
+    values the last stage wants beside what it computes itself. `earlier` is the cut by which the model was placed, for
+    another recording of it: its order stands, and parameters stay where they are.
+    """
+    assert all(before.index < after.index for before, after in pairwise(nodes)), "nodes come in order of execution"
+    placed = {**earlier.buffers, **earlier.holders} if earlier is not None else {}
+    order = earlier.order if earlier is not None else None
+    assignment = Assignment(nodes, parameters, order, placed, frozenset(home))
+    problems = [] if earlier is not None else never_executed(assignment, taskgraphs)
+    if not assignment.order:
+        raise PlanError(list_problems("no stage can be made", problems or ["the forward executes no TaskGraph"]))
+    holders, buffers = _holders(assignment), _buffers(assignment)
+    _keep_unused(holders, assignment, placed)
+    problems += [*cycles(assignment), *effects_astray(assignment), *moved(assignment, {**buffers, **holders}, placed)]
+    if problems:
+        raise PlanError(list_problems("the TaskGraphs cannot be stages of a pipeline", problems))
+    return StageCut(assignment.order, assignment.stages, _edges(assignment), holders, buffers)
+
+
+def _edges(assignment: Assignment) -> dict[Edge, tuple[int, ...]]:
+    edges: dict[Edge, set[int]] = {}
+    for value, stage, _ in assignment.uses():
+        made = assignment.stage.get(value, stage)
+        if made != stage:
+            edges.setdefault((made, stage), set()).add(value)
+    return {edge: tuple(sorted(values)) for edge, values in sorted(edges.items())}
+
+
+def _holders(assignment: Assignment) -> dict[str, tuple[int, ...]]:
+    return _by_name(
+        (name, assignment.stages[node.index])
+        for node in assignment.nodes.values()
+        for name in ((node.name,) if node.kind == "parameter" else node.parameters)
+    )
+
+
+def _buffers(assignment: Assignment) -> dict[str, tuple[int, ...]]:
+    return _by_name(
+        (name, assignment.stages[node.index]) for node in assignment.nodes.values() for name in node.buffers
+    )
+
+
+def _by_name(found: Iterable[tuple[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
+    stages: dict[str, set[int]] = {}
+    for name, some in found:
+        stages.setdefault(name, set()).update(some)
+    return {name: tuple(sorted(each)) for name, each in stages.items()}
+
+
+def _keep_unused(
+    holders: dict[str, tuple[int, ...]], assignment: Assignment, placed: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Parameters that nothing uses stay where they were placed, or go with their TaskGraph, or to the last stage."""
+    for name, owner in assignment.owners.items():
+        if not holders.get(name):
+            stage = assignment.stage_of_taskgraph.get(owner, assignment.last) if owner is not None else assignment.last
+            holders[name] = placed.get(name, (stage,))
