@@ -8,10 +8,12 @@
     ├── TopologyError        (ValueError)           axes that do not multiply to the world size, an unknown axis
     ├── StrategyError        (ValueError)           annotations: nested scopes, a scope in the wrong place
     ├── PlanError            (ValueError)           the annotations, the devices and the settings contradict each other
+    ├── RecordingError       (RuntimeError)         a forward that cannot be written down and cut into stages as it is
     ├── UsageError           (TypeError)            a call with the wrong kind of thing
     ├── DataError            (ValueError)           a loader or a list of files that cannot be divided
     ├── StateError           (ValueError)           a state dict that does not fit the model
     ├── LaunchError          (ValueError)           what epl-launch was asked to do cannot be done
+    ├── LazyValueError       (RuntimeError)         a value of a cut model was used in a way that cannot be followed
     ├── NonFiniteNormError   (RuntimeError)         gradients are infinite or not a number, and clipping was to say so
     └── CommunicationError   (RuntimeError)         while ranks talked to each other
         ├── RanksDisagreeError                      ranks are at different places of the program, or saw different things
@@ -58,6 +60,10 @@ class PlanError(EplError, ValueError):
     """Annotations, devices and settings that contradict each other."""
 
 
+class RecordingError(EplError, RuntimeError):
+    """A forward that cannot be written down and cut into stages as it is; the message names the line."""
+
+
 class UsageError(EplError, TypeError):
     """A call with the wrong kind of argument."""
 
@@ -72,6 +78,10 @@ class StateError(EplError, ValueError):
 
 class LaunchError(EplError, ValueError):
     """`epl-launch` was asked for something that cannot be done."""
+
+
+class LazyValueError(EplError, RuntimeError):
+    """A value of a cut model, or a parameter that lives on another rank, was used in a way that cannot be followed."""
 
 
 class NonFiniteNormError(EplError, RuntimeError):

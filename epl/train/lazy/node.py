@@ -1,0 +1,244 @@
+"""A recorded operation: what the loop wrote, and where its value is.
+
+Every rank of a replica runs the loop and makes the same nodes; one of them, *home*, has the numbers:
+
+    recorded        done is False                         nobody has computed it
+    at home         done, not everywhere                  home has `value`; the others know its spec and that it is computed
+    everywhere      done and everywhere                   every rank has `value`, and may use it alone
+
+`done`, `everywhere`, `graph` and `spent` are alike on all ranks, and decisions look at nothing else; `value` is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from epl import _torch
+from epl.errors import LazyValueError
+from epl.graph.context import Context
+from epl.graph.spec import Spec, leaves_of
+
+if TYPE_CHECKING:
+    from epl.train.lazy.protocol import Call, Carrier
+
+Hook = tuple[Literal["hook", "retain"], Callable[[torch.Tensor], Any] | None]
+
+
+class Node:
+    """One recorded operation. `args` holds Nodes for lazy values and real tensors for everything else."""
+
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "carrier",
+        "context",
+        "done",
+        "everywhere",
+        "func",
+        "graph",
+        "hooks",
+        "kwargs",
+        "leaf",
+        "number",
+        "parents",
+        "serial",
+        "several_homes",
+        "spec",
+        "spent",
+        "value",
+        "versions",
+        "viewed",
+        "where",
+    )
+
+    def __init__(
+        self, func: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, spec: Any
+    ) -> None:
+        self.func, self.args, self.kwargs, self.context = func, args, kwargs, context
+        self.spec = spec
+        """A Spec; a tree of them for an operation with several results, each of which `pick` then takes out."""
+        self.parents: tuple[Node, ...] = _parents(func, args, kwargs)
+        self.carrier: Carrier | None
+        """Whose home has the value; None if no model call is under it (an expression over another rank's parameters)."""
+        self.carrier, self.several_homes = _carrier(func, args, self.parents)
+        self.done = self.everywhere = self.spent = self.viewed = False
+        self.value: Any = None
+        self.graph: Literal["home", "everywhere"] | None = None
+        """Where the autograd graph of a computed value is; None if it has none (any more)."""
+        self.leaf: torch.Tensor | None = None
+        """At home, for an output of a call whose graphs are kept: where gradients of the recorded code arrive."""
+        self.hooks: list[Hook] = []
+        self.serial = next(_serials)
+        # Operations that only this rank records (its own share of an expression over parameters) are not counted.
+        self.number = _journal.note(func, spec) if self.carrier is not None else None
+        self.where = _caller() if func is not None else None
+        self.versions = _versions(args, kwargs)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients flow through it, as far as its code and flags say."""
+        return self.spec.requires_grad if isinstance(self.spec, Spec) else True
+
+    @property
+    def name(self) -> str:
+        """The operation, as people write it."""
+        return name_of(self.func)
+
+    def check_versions(self) -> None:
+        """Raise if a tensor was changed in place between recording and now."""
+        for tensor, version in self.versions:
+            if _torch.version_of(tensor) != version:
+                raise LazyValueError(
+                    f"a {tuple(tensor.shape)} tensor given to {self.name} together with an output of the model ({self.place}) was "
+                    "changed in place before the result was computed. Change a clone, or read the result (for instance .item()) first."
+                )
+
+    @property
+    def place(self) -> str:
+        """file:line of the user's code that recorded it."""
+        return f"{self.where[0].co_filename}:{self.where[1]}" if self.where else "?"
+
+    def settle(self, value: Any, graph: Literal["home", "everywhere"] | None = None, *, everywhere: bool = False) -> None:
+        """It is computed; `value` is None where only home has it. Without a graph, what it was made from is let go."""
+        self.done, self.value, self.graph, self.everywhere = True, value, graph, everywhere
+        if graph is None:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Forget what it was made from."""
+        self.args, self.kwargs, self.parents, self.versions = (), {}, (), []
+
+    def spend(self) -> None:
+        """Its graph has been used up by a backward: the value stays, gradients no longer flow."""
+        self.spent, self.graph, self.leaf = self.requires_grad, None, None
+        if isinstance(self.value, torch.Tensor):
+            self.value = self.value.detach()
+        self.let_go()
+
+
+class Journal:
+    """How many operations were recorded, and a checksum of them: ranks that recorded different things find out at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.checksum = 0
+
+    def note(self, func: Callable[..., Any] | None, spec: Any) -> int:
+        """The number of a new entry."""
+        self.count += 1
+        shape = spec.shape if isinstance(spec, Spec) else ()
+        self.checksum = zlib.crc32(f"{name_of(func)}{tuple(shape)}".encode(), self.checksum)
+        return self.count
+
+
+_journal = Journal()
+_serials = itertools.count()
+
+
+def journal() -> Journal:
+    """This process's journal."""
+    return _journal
+
+
+def output_of(call: Call, index: int) -> torch.Tensor:
+    """Stands for a frontier value of a call in `Node.func`; the carrier computes it."""
+    raise AssertionError("an output of a model call is computed by its carrier")
+
+
+def foreign(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Stands for a parameter of another rank in `Node.func`; that rank computes with it."""
+    raise AssertionError("a parameter of another rank has no value here")
+
+
+def pick(outputs: Any, index: int) -> torch.Tensor:
+    """The index-th tensor of an operation with several results."""
+    found: torch.Tensor = leaves_of(outputs, torch.Tensor)[index]
+    return found
+
+
+def name_of(func: object) -> str:
+    """A function's name for messages."""
+    return str(getattr(func, "__name__", func))
+
+
+def topological(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda n: n.done) -> list[Node]:
+    """The roots and all they are made from, parents first; what `stop` says is not looked behind."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack = [(root, False) for root in reversed(list(roots))]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            if not stop(node):
+                stack.extend((parent, False) for parent in reversed(node.parents))
+    return order
+
+
+def reached_by_gradient(roots: Iterable[Node]) -> set[Node]:
+    """Every node that a backward from the roots passes through, by the flags alone."""
+    seen: set[Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen and node.requires_grad:
+            seen.add(node)
+            stack.extend(node.parents)
+    return seen
+
+
+@contextmanager
+def blame(node: Node) -> Iterator[None]:
+    """An error inside is told with the line of the user's code that recorded the operation."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {node.name}, recorded at {node.place}")
+        raise
+
+
+def _parents(func: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, ...]:
+    if func is output_of:
+        return tuple(x for x in args[0].inputs if isinstance(x, Node))
+    return tuple(leaves_of((args, kwargs), Node))
+
+
+def _carrier(
+    func: Callable[..., Any] | None, args: tuple[Any, ...], parents: tuple[Node, ...]
+) -> tuple[Carrier | None, bool]:
+    if func is output_of:
+        return args[0].carrier, False
+    carriers: list[Carrier] = []
+    several = False
+    for parent in parents:
+        # What every rank has without a graph can be used by each alone.
+        if parent.carrier is not None and not (parent.everywhere and parent.graph is None):
+            carriers.append(parent.carrier)
+            several = several or parent.several_homes
+    return (carriers[0] if carriers else None), several or len({c.home for c in carriers}) > 1
+
+
+def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
+    tensors = leaves_of((args, kwargs), torch.Tensor)
+    return [(t, _torch.version_of(t)) for t in tensors if not t.is_inference()]
+
+
+def _caller() -> tuple[CodeType, int] | None:
+    """Code and line of the innermost caller outside torch and epl."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "contextlib", "epl"):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno
