@@ -5,12 +5,20 @@ Nothing else in epl may import an underscored torch name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import CellType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils import _pytree
@@ -86,6 +94,33 @@ def no_tensor_subclass() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+Hooks = list[dict[int, Any]]
+
+
+def _hooks_of(parameter: torch.Tensor) -> list[dict[int, Any]]:
+    # The dicts themselves: torch runs what is in them, and keeps them when their attribute is set to None.
+    return [h for h in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if h is not None]
+
+
+def count_hooks(parameter: torch.Tensor) -> int:
+    """How many gradient hooks (before and after accumulation) a parameter has; torch offers no list of them."""
+    return sum(map(len, _hooks_of(parameter)))
+
+
+def take_hooks(parameter: torch.Tensor) -> Hooks:
+    """Take a parameter's gradient hooks off, to `give_hooks` back: torch can only remove one by its handle."""
+    hooks = [dict(h) for h in _hooks_of(parameter)]
+    for own in _hooks_of(parameter):
+        own.clear()
+    return hooks
+
+
+def give_hooks(parameter: torch.Tensor, hooks: Hooks) -> None:
+    """Undo `take_hooks`."""
+    for own, taken in zip(_hooks_of(parameter), hooks, strict=True):
+        own.update(taken)
+
+
 def is_batch_norm(module: torch.nn.Module) -> bool:
     """Whether it is a batch norm of any kind; their common class, which people derive from too, is private."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
@@ -107,3 +142,78 @@ def tree_leaves(tree: object) -> list[object]:
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with every leaf replaced by `function(leaf)`; see `tree_leaves`."""
     return _pytree.tree_map(function, tree)
+
+
+def tree_children(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The parts of a container registered with torch's pytree and how to rebuild it from others; None if it is none."""
+    definition = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(value))
+    if definition is None:
+        return None
+    children, context = definition.flatten_fn(value)
+    return list(children), lambda parts: definition.unflatten_fn(parts, context)
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """A mode under which torch calls compute shapes only; what goes in need not be fake. There is no public one."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it was made under a `fake_mode`."""
+    return isinstance(tensor, FakeTensor)
+
+
+def without_fake_mode() -> AbstractContextManager[Any]:
+    """Inside, torch calls compute real numbers although a `fake_mode` is on."""
+    return unset_fake_temporarily()
+
+
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a fake tensor raises when it is asked for a number, or for a shape that depends on numbers."""
+
+NO_FAKE_KERNEL = UnsupportedOperatorException
+"""What a fake tensor raises for an operation whose shapes it does not know."""
+
+
+def no_torch_function() -> AbstractContextManager[None]:
+    """Inside, no torch function mode and no tensor subclass is asked: for a module that is not looked into, at full speed."""
+    return torch._C.DisableTorchFunction()
+
+
+def count_function_modes() -> int:
+    """How many torch function modes are on; a user's own (`with torch.device("cuda")` is one) must be left on."""
+    return torch._C._len_torch_function_stack()
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common if and only if they share memory; fake ones, whose addresses are all 0, too."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors have no single storage
+        return id(tensor)
+
+
+def is_loss(module: torch.nn.Module) -> bool:
+    """Whether it is one of torch's loss modules, or derived from their common class."""
+    return isinstance(module, torch.nn.modules.loss._Loss)
+
+
+@contextmanager
+def function_applications(apply: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Inside, `MyFunction.apply(*args)` calls `apply(MyFunction, original, args, kwargs)`.
+
+    `autograd.Function.apply` asks no torch function mode. It calls `super().apply`, and that is what is replaced: so
+    `op = MyFunction.apply`, bound earlier, is seen too.
+    """
+    base = torch.autograd.function._SingleLevelFunction
+
+    class Application:
+        def __get__(self, _: object, owner: Any) -> Callable[..., Any]:
+            original = super(base, owner).apply
+            return lambda *args, **kwargs: apply(owner, original, args, kwargs)
+
+    base.apply = Application()
+    try:
+        yield
+    finally:
+        del base.apply

@@ -82,3 +82,34 @@ def test_the_users_module_under_torch_compile():
 def test_trees():
     tree = {"a": [1, (2, None)], "b": 3}
     assert _torch.tree_leaves(tree) == [1, 2, None, 3]
+
+
+def test_gradient_hooks_can_be_taken_off_and_given_back():
+    parameter, seen = nn.Parameter(torch.ones(2)), []
+    parameter.register_hook(lambda gradient: seen.append("before"))
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: seen.append("after"))
+    assert _torch.count_hooks(parameter) == 2
+    hooks = _torch.take_hooks(parameter)
+    parameter.sum().backward()
+    assert seen == []
+    _torch.give_hooks(parameter, hooks)
+    parameter.sum().backward()
+    assert seen == ["before", "after"]
+    handle.remove()
+    assert _torch.count_hooks(parameter) == 1
+    torch.autograd.backward([parameter], [torch.ones(2)])  # on a leaf itself: hooks run and the gradient is added
+    assert seen == ["before", "after", "before"]
+    assert parameter.grad.tolist() == [3, 3]
+
+
+def test_subclasses_are_not_asked_inside_no_tensor_subclass():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("asked")
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with _torch.no_tensor_subclass():
+        assert tuple(loud.shape) == (2,)
+    with pytest.raises(AssertionError, match="asked"):
+        loud + 1

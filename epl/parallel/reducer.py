@@ -105,6 +105,7 @@ class GradientReducer:
         self._factor_now, self._factor_of = 1.0, -1  # in which backward pass
         self._syncing = True
         self._held = False  # gradients leave as they come, but backward does not wait for them
+        self._ignored: frozenset[int] = frozenset()  # by id: parameters whose gradients are somebody else's for now
         self._session: _Session | None = None
         self._all: list[Named] = []
         self._all_as_of = -1
@@ -136,6 +137,11 @@ class GradientReducer:
             yield
         finally:
             self._syncing = before
+
+    @property
+    def syncing(self) -> bool:
+        """Whether backward passes reduce now: not under `no_sync`."""
+        return self._syncing
 
     def parameters(self) -> list[Named]:
         """Every parameter this reducer looks after, each once."""
@@ -170,10 +176,18 @@ class GradientReducer:
             if new := [(name, p) for name, p in parameters if id(p) not in known and not first_time]:
                 self._on_new(new)
 
+    def ignore(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave the gradients of these, and only these, alone until further notice; their hooks must be off."""
+        self._ignored = frozenset(map(id, parameters))
+
     def accumulate(self) -> None:
         """From now on backward passes only accumulate, until `send_next` or `finish` (a pipeline's micro batches)."""
         self.refresh()
         self._syncing = False
+
+    def resume(self) -> None:
+        """After a step that raised: backward passes reduce by themselves again."""
+        self._syncing, self._held, self._ignored = True, False, frozenset()
 
     def send_next(self) -> None:
         """The next backward pass is the last of this step: let gradients leave as they come, without waiting for them."""
@@ -213,6 +227,8 @@ class GradientReducer:
             self._begin()
 
     def _before_accumulation(self, key: int, gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if key in self._ignored:
+            return None
         slot = self._slots.get(key)
         if slot is not None and slot.bucket.launched:
             self._receive(slot.bucket)  # a further gradient for a bucket under way: let it land first
