@@ -45,3 +45,12 @@ def _stem(name: str) -> tuple[str, bool]:
     last = name.rpartition(".")[2]
     numbered = last.isascii() and last.isdigit()
     return (name[: len(name) - len(last)], True) if numbered else (name, False)
+
+
+def size(count: float) -> str:
+    """A number of bytes for a reader: `312 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
