@@ -198,13 +198,30 @@ def is_loss(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.modules.loss._Loss)
 
 
+Applied = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
 @contextmanager
-def function_applications(apply: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+def function_applications(apply: Applied) -> Iterator[None]:
     """Inside, `MyFunction.apply(*args)` calls `apply(MyFunction, original, args, kwargs)`.
 
-    `autograd.Function.apply` asks no torch function mode. It calls `super().apply`, and that is what is replaced: so
-    `op = MyFunction.apply`, bound earlier, is seen too.
+    `autograd.Function.apply` asks no torch function mode and no tensor subclass. It calls `super().apply`, and that is what is
+    replaced: so `op = MyFunction.apply`, bound earlier, is seen too.
     """
+    base = torch.autograd.function._SingleLevelFunction
+    before = base.__dict__.get("apply")
+    watch_function_applications(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.apply
+        else:
+            base.apply = before
+
+
+def watch_function_applications(apply: Applied) -> None:
+    """From now on, `MyFunction.apply(*args)` calls `apply(MyFunction, original, args, kwargs)`; see `function_applications`."""
     base = torch.autograd.function._SingleLevelFunction
 
     class Application:
@@ -213,7 +230,30 @@ def function_applications(apply: Callable[[Any, Callable[..., Any], tuple[Any, .
             return lambda *args, **kwargs: apply(owner, original, args, kwargs)
 
     base.apply = Application()
-    try:
-        yield
-    finally:
-        del base.apply
+
+
+def function_spaces() -> list[Any]:
+    """Where torch keeps functions that `torch.nn.functional` hands out under its own names (`gelu`, `softplus`, …)."""
+    return [torch._C._nn]
+
+
+def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, never traced by `torch.compile`; the public decorator imports the whole compiler at once."""
+    return torch._disable_dynamo(function)
+
+
+def wrapper_tensor(cls: type[Any], spec: Any) -> Any:
+    """A tensor of class `cls` with the shape, strides, dtype and device of `spec` and no memory; there is no public way."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, spec.shape, spec.stride, dtype=spec.dtype, device=spec.device, requires_grad=spec.requires_grad
+    )
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward pass running on this thread was asked to retain its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, differentiably, as a tensor that may be changed in place; a view of a leaf may not."""
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape)
