@@ -54,7 +54,7 @@ class PipelinePlace:
     def make_transport(self) -> Transport:
         """How this device reaches the others of its replica."""
         if self.num_devices == 1:
-            return _NoTransport(self._job.device)
+            return NoTransport(self._job.device)
         pipe = self._make(self.all_pipes)
         apart: dict[tuple[Edge, Direction], dist.ProcessGroup] = {}
         if self._job.device.type != "cpu":  # NCCL has no tags
@@ -75,7 +75,7 @@ class PipelinePlace:
         return group
 
 
-class _NoTransport:
+class NoTransport:
     """One device has nobody to talk to."""
 
     def __init__(self, device: torch.device) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from epl.parallel.pipeline.bridge import Bridge
 from epl.parallel.pipeline.mailbox import Mailbox
 from epl.parallel.pipeline.parcel import enter_stage, put_together, take_apart
 from epl.parallel.pipeline.stage import Received, Stage
@@ -43,11 +44,15 @@ class Program:
     trains: bool
     keeps: bool = False
     """Forwards only, whose backwards are another program's: everything is kept for it."""
+    patient: frozenset[Edge] = frozenset()
+    """Edges on which a message may be taken long after it was sent, so that nobody must wait for it: with several stages per
+    device the user of a skip connection comes only after the maker's device has gone through the other chunk's forwards."""
 
     @staticmethod
-    def of(schedule: Schedule, device: int, *, keeps: bool = False) -> Program:
-        """The program of one device; the schedule must have its messages."""
-        actions = schedule.actions[device]
+    def of(schedule: Schedule, device: int, *, keeps: bool = False, stages: Collection[int] | None = None) -> Program:
+        """The program of one device; the schedule must have its messages. `stages`: only these of its stages are on this rank."""
+        own = set(schedule.stages_of(device) if stages is None else stages)
+        actions = tuple(action for action in schedule.actions[device] if action.stage in own)
         posts: dict[int, list[Action]] = defaultdict(list)
         before: dict[tuple[ActionKind, Edge], int] = {}  # one receive ahead on each edge, see mailbox.py
         sent: dict[tuple[Edge, int | None], int] = {}
@@ -65,10 +70,21 @@ class Program:
                 before[key] = position
             elif action.kind is K.BACKWARD or action.kind is K.WEIGHT_GRAD:
                 last[action.stage] = position
-        own = set(schedule.stages_of(device))
-        here = tuple(edge for edge in schedule.edges if own.issuperset(edge))
+        here = tuple(edge for edge in schedule.edges if own.issuperset(edge) and not schedule.crosses(edge))
         frozen = {position: tuple(found) for position, found in posts.items()}
-        return Program(actions, here, frozen, frozenset(last.values()), bool(last), keeps)
+        return Program(actions, here, frozen, frozenset(last.values()), bool(last), keeps, _patient(schedule))
+
+
+def _patient(schedule: Schedule) -> frozenset[Edge]:
+    if schedule.num_stages - schedule.home == schedule.num_devices:
+        return frozenset()
+    home = schedule.num_stages - 1 if schedule.home else None
+    meet_at_once = [  # an edge to the next stage, on the next device or at home
+        (made, used)
+        for made, used in schedule.edges
+        if used - made == 1 and (used == home or schedule.device_of(made) != schedule.device_of(used))
+    ]
+    return frozenset(schedule.edges).difference(meet_at_once)
 
 
 @dataclass
@@ -91,16 +107,17 @@ class Executor:
         transport: Transport,
         *,
         reducers: Mapping[int, StageReducer] | None = None,
-        mailbox: Mailbox | None = None,
+        mailbox: Mailbox | Bridge | None = None,
     ) -> None:
         self._stages, self._reducers = stages, dict(reducers or {})
         self.record = False
         """Whether steps note when every action began and ended."""
-        self._mailbox = mailbox or Mailbox(transport, num_devices)
+        self._mailbox: Mailbox | Bridge = mailbox or Mailbox(transport, num_devices)
 
     def run(self, program: Program, weights: Sequence[float]) -> Step:
         """One step; `weights` are those of the micro batches' losses, and add up to 1."""
         step = Step()
+        self._mailbox.patient = program.patient
         self._post(program.posts.get(-1, ()))
         for position, action in enumerate(program.actions):
             if position in program.last_backwards and action.stage in self._reducers:

@@ -14,6 +14,7 @@ accelerator reading a preamble waits for the device to have the message; that ca
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,8 @@ class Mailbox:
         self._forms: dict[tuple[Edge, int], Form] = {}  # (edge, micro batch) → the form it had last
         self._sent: dict[tuple[Edge, Direction], deque[tuple[Pending, torch.Tensor]]] = defaultdict(deque)
         self._expected: dict[tuple[Direction, Edge, int], _Expected] = {}
+        self.patient: Collection[Edge] = ()
+        """Edges along which nothing sent is waited for before the step ends, see `Program.patient`."""
 
     # ---- activations -----------------------------------------------------------------------------------------------
 
@@ -114,7 +117,7 @@ class Mailbox:
         # A message that nobody waits for is never known to have left (Gloo), so the oldest is waited for: the peer, which takes
         # messages in order, is that far behind only when this device has nothing better to do.
         sent = self._sent[edge, direction]
-        while len(sent) >= _UNDER_WAY:
+        while len(sent) >= _UNDER_WAY and edge not in self.patient:
             sent.popleft()[0].wait()
         sent.append((self._transport.send(peer, edge, direction, buffer), buffer))
 

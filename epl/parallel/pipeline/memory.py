@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,13 +20,19 @@ class MemoryNetwork:
 
     def __init__(self, devices: int, timeout: float = 30.0) -> None:
         self.devices, self.timeout = devices, timeout
-        self.queues: dict[tuple[Edge, Direction], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self._queues: dict[tuple[Edge, Direction], queue.Queue[torch.Tensor]] = {}
+        self._making = threading.Lock()
         self._barrier = threading.Barrier(devices)
         self._said: list[object] = [None] * devices
 
     def transport(self, device: int) -> MemoryTransport:
         """The end of the network at one device."""
         return MemoryTransport(self, device)
+
+    def line(self, edge: Edge, direction: Direction) -> queue.Queue[torch.Tensor]:
+        """What is under way along an edge; one object, whichever end asks first."""
+        with self._making:
+            return self._queues.setdefault((edge, direction), queue.Queue())
 
     def meet(self, device: int, value: object) -> list[object]:
         """Every device's value, once all have come."""
@@ -78,11 +83,11 @@ class MemoryTransport:
         self._network, self._own = network, own
 
     def send(self, peer: int, edge: Edge, direction: Direction, buffer: torch.Tensor) -> Pending:
-        self._network.queues[edge, direction].put(buffer.clone())
+        self._network.line(edge, direction).put(buffer.clone())
         return _Done()
 
     def receive(self, peer: int, edge: Edge, direction: Direction, buffer: torch.Tensor) -> Pending:
-        return _Arrival(self._network, self._network.queues[edge, direction], buffer)
+        return _Arrival(self._network, self._network.line(edge, direction), buffer)
 
     def share(self, buffer: torch.Tensor, source: int) -> None:
         told = self._network.meet(self._own, buffer)[source]

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 Direction = Literal["forward", "backward"]
 Edge = tuple[int, int]
-"""The stage that makes a value and the stage that uses it."""
+"""The stage that makes a value and the stage that uses it; where stages have lanes, these (`lanes.py`)."""
+LARGEST = 1 << 15
+"""Stages (or lanes) are numbered below this, so that an edge and a direction fit into a Gloo tag."""
 
 
 class Pending(Protocol):
@@ -49,9 +51,10 @@ class GroupTransport:
         pipe: dist.ProcessGroup,
         device: torch.device,
         guard: Callable[[str], AbstractContextManager[None]] = lambda what: contextlib.nullcontext(),
+        name: Callable[[int], str] = "stage {}".format,
     ) -> None:
         self.device = device
-        self._groups, self._pipe, self._guard = groups, pipe, guard
+        self._groups, self._pipe, self._guard, self._name = groups, pipe, guard, name
 
     def send(self, peer: int, edge: Edge, direction: Direction, buffer: torch.Tensor) -> Pending:
         group = self._groups(edge, direction)
@@ -71,7 +74,9 @@ class GroupTransport:
 
     def _fail(self, error: RuntimeError, verb: str, edge: Edge, direction: Direction) -> NoReturn:
         """Say what c10d's error means here; only now, since a text for each of many messages costs time."""
-        with self._guard(f"{verb} {_title(edge, direction)}"):
+        maker, user = map(self._name, edge)
+        what = f"activations of {maker} for {user}" if direction == "forward" else f"gradients of {user} for {maker}"
+        with self._guard(f"{verb} {what}"):
             raise error
         raise AssertionError("the guard lets nothing pass")
 
@@ -81,13 +86,7 @@ class GroupTransport:
 
 
 def _tag(edge: Edge, direction: Direction) -> int:
-    return (edge[0] << 12 | edge[1]) << 1 | (direction == "backward")
-
-
-def _title(edge: Edge, direction: Direction) -> str:
-    if direction == "forward":
-        return f"activations of stage {edge[0]} for stage {edge[1]}"
-    return f"gradients of stage {edge[1]} for stage {edge[0]}"
+    return (edge[0] << 15 | edge[1]) << 1 | (direction == "backward")
 
 
 class _Work:

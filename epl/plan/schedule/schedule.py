@@ -15,7 +15,7 @@ Edge = tuple[int, int]
 
 _HEADING = re.compile(
     r"(?P<name>[^:]+): (?P<stages>\d+) stages? on (?P<devices>\d+) devices?, (?P<micro_batches>\d+) micro batch(es)?"
-    r"(; edges(?P<edges>( \d+>\d+)*))?"
+    r"(?P<home>; home)?(; edges(?P<edges>( \d+>\d+)*))?(; bridged(?P<bridged>( \d+>\d+)*))?"
 )
 
 
@@ -39,6 +39,10 @@ class Schedule:
     """For each device its actions."""
     edges: tuple[Edge, ...]
     """Which stage feeds which, sorted; of a plain pipeline `chain(num_stages)`."""
+    home: bool = False
+    """Whether the last stage is a home, see `with_home`."""
+    bridged: tuple[Edge, ...] = ()
+    """Edges between stages of one device that travel all the same, since the device is several ranks and these differ."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -61,15 +65,16 @@ class Schedule:
 
     def device_of(self, stage: int) -> int:
         """The device that computes a stage."""
-        return stage % self.num_devices
+        is_home = self.home and stage == self.num_stages - 1
+        return (stage - is_home) % self.num_devices
 
     def stages_of(self, device: int) -> tuple[int, ...]:
         """The stages that a device computes."""
-        return tuple(range(device, self.num_stages, self.num_devices))
+        return tuple(stage for stage in range(self.num_stages) if self.device_of(stage) == device)
 
     def crosses(self, edge: Edge) -> bool:
-        """Whether the ends of an edge are on different devices, so that its values must travel."""
-        return self.device_of(edge[0]) != self.device_of(edge[1])
+        """Whether the values of an edge must travel: its ends are on different devices, or on different ranks of one."""
+        return self.device_of(edge[0]) != self.device_of(edge[1]) or edge in self.bridged
 
     def __iter__(self) -> Iterator[Action]:
         return (action for actions in self.actions for action in actions)
@@ -83,14 +88,41 @@ class Schedule:
         """The same computations without messages and reductions."""
         return replace(self, actions=tuple(tuple(a for a in actions if a.is_compute) for actions in self.actions))
 
-    def with_communication(self, edges: Iterable[Edge] | None = None) -> Schedule:
+    def with_home(self) -> Schedule:
+        """The same computations and one more stage on the last one's device, for what follows the model (the loss).
+
+        It computes right after the last stage, and backwards right before it. Of a wide last stage it is one rank's, where the
+        others' values come together: its edges from stages of the same device are then `bridged`.
+        """
+        last, home = self.num_stages - 1, self.num_stages
+        after = {ActionKind.FORWARD: ActionKind.FORWARD}
+        before = {ActionKind.BACKWARD: ActionKind.BACKWARD, ActionKind.INPUT_GRAD: ActionKind.BACKWARD}
+
+        def beside(action: Action, kinds: dict[ActionKind, ActionKind]) -> list[Action]:
+            found = action.stage == last and action.kind in kinds
+            return [Action(kinds[action.kind], home, action.micro_batch)] if found else []
+
+        actions = tuple(
+            tuple(
+                step
+                for action in own
+                if action.is_compute
+                for step in (*beside(action, before), action, *beside(action, after))
+            )
+            for own in self.actions
+        )
+        edges = (*self.edges, (last, home))
+        return replace(self, num_stages=home + 1, actions=actions, edges=edges, home=True)
+
+    def with_communication(self, edges: Iterable[Edge] | None = None, bridged: Iterable[Edge] = ()) -> Schedule:
         """The same computations with the messages for these edges (default: the schedule's own, a plain pipeline's).
 
         A receive stands directly before the computation that needs the value, and means that the value must have arrived
         (whoever runs the list is free to post it earlier); a send stands directly after the one that makes it. Stages on
-        one device hand values over without messages.
+        one device hand values over without messages, but for those in `bridged`.
         """
-        chosen = self if edges is None else replace(self, edges=tuple(sorted(set(edges))))
+        chosen = replace(self, bridged=tuple(sorted(set(bridged))))
+        chosen = chosen if edges is None else replace(chosen, edges=tuple(sorted(set(edges))))
         bare = tuple(tuple(a for a in actions if a.kind not in MESSAGES) for actions in chosen.actions)
         travelling = [edge for edge in chosen.edges if chosen.crosses(edge)]
         return replace(chosen, actions=tuple(insert_messages(actions, travelling) for actions in bare))
@@ -110,8 +142,12 @@ class Schedule:
             f"{self.name}: {_count(self.num_stages, 'stage')} on {_count(self.num_devices, 'device')}, "
             f"{_count(self.num_micro_batch, 'micro batch', 'micro batches')}"
         )
+        if self.home:
+            heading += "; home"
         if self.edges != chain(self.num_stages):
-            heading += "; edges" + "".join(f" {made}>{used}" for made, used in self.edges)
+            heading += f"; edges{_edges(self.edges)}"
+        if self.bridged:
+            heading += f"; bridged{_edges(self.bridged)}"
         lines = [" ".join([f"{device}:", *map(str, actions)]) for device, actions in enumerate(self.actions)]
         return "\n".join([heading, *lines])
 
@@ -131,15 +167,18 @@ class Schedule:
                 raise PlanError(f"expected the actions of device {device} as '{device}: …'; found {line!r}")
             lists.append(tuple(map(Action.parse, words)))
         devices, stages, micro_batches = (int(found[name]) for name in ("devices", "stages", "micro_batches"))
-        edges = (
-            chain(stages) if found["edges"] is None else tuple(sorted({_edge(word) for word in found["edges"].split()}))
-        )
-        return cls(found["name"], devices, stages, micro_batches, tuple(lists), edges)
+        edges = chain(stages) if found["edges"] is None else _parse_edges(found["edges"])
+        bridged = _parse_edges(found["bridged"] or "")
+        return cls(found["name"], devices, stages, micro_batches, tuple(lists), edges, bool(found["home"]), bridged)
 
 
-def _edge(text: str) -> Edge:
-    made, used = text.split(">")
-    return int(made), int(used)
+def _edges(edges: Iterable[Edge]) -> str:
+    return "".join(f" {made}>{used}" for made, used in edges)
+
+
+def _parse_edges(text: str) -> tuple[Edge, ...]:
+    pairs = [word.split(">") for word in text.split()]
+    return tuple(sorted({(int(made), int(used)) for made, used in pairs}))
 
 
 def _count(number: int, one: str, many: str = "") -> str:

@@ -1,0 +1,102 @@
+"""Where this rank stands among pipeline stages of any width, and the process groups that follow.
+
+widths 1, 2, 1 and two replicas          replica 0: ranks 0 | 1 2 | 3       replica 1: ranks 4 | 5 6 | 7
+
+messages          among the ranks of a replica                     {0 1 2 3}  {4 5 6 7}
+gradients         all lanes of a stage, of all replicas            {0 4}  {1 2 5 6}  {3 7}
+batch norm        the lanes of a stage in one replica              {0} {1 2} {3} {4} {5 6} {7}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch.distributed as dist
+
+from epl.cluster.communication import Job, speaking
+from epl.parallel.pipeline.lanes import Lanes
+from epl.parallel.pipeline.transport import Direction, Edge, GroupTransport, Transport
+from epl.train.place import NoTransport
+
+Ranks = tuple[int, ...]
+
+
+class LanePlace:
+    """A place among logical devices that are one or several ranks each. Groups are made once and kept; all ranks ask together."""
+
+    def __init__(
+        self, devices: Sequence[Sequence[Ranks]], job: Job, *, num_chunks: int = 1, home: bool = False
+    ) -> None:
+        """`devices`: for each logical device its ranks in every replica (`PlacedTaskGraph.devices` of the first round)."""
+        self._devices, self._job = devices, job
+        self.num_devices, self.num_chunks, self.num_replicas = len(devices), num_chunks, len(devices[0])
+        where = ((d, r) for d, replicas in enumerate(devices) for r, ranks in enumerate(replicas) if job.rank in ranks)
+        self.device, self.replica = next(where)
+        self.width = len(devices[self.device][0])
+        self.all_pipes: list[Ranks] = [  # sorted, as the ranks of a group always are
+            tuple(sorted(rank for replicas in devices for rank in replicas[r])) for r in range(self.num_replicas)
+        ]
+        self.pipe_ranks = self.all_pipes[self.replica]
+        index = {rank: n for n, rank in enumerate(self.pipe_ranks)}
+        peers = [tuple(index[rank] for rank in replicas[self.replica]) for replicas in devices]
+        last = [peers[-1][:1]] if home else []
+        self.lanes = Lanes((*peers * num_chunks, *last), index[job.rank])
+        self._replica_groups: list[dist.ProcessGroup] = []
+        self._lane_group: dist.ProcessGroup | None = None
+
+    @property
+    def lane(self) -> int:
+        """This rank among those that divide its stages' rows."""
+        return self._devices[self.device][self.replica].index(self._job.rank)
+
+    def gradient_factor(self, of_replica: float) -> float:
+        """f of epl/parallel/reducer.py for a reduction over `replica_group`, from what this replica counts for among replicas.
+
+        Lanes' gradients add up while the reducer averages over width × replicas ranks, so the width is multiplied in.
+        """
+        return self.width * of_replica
+
+    def replica_group(self, number: int) -> dist.ProcessGroup:
+        """The `number`-th group over all ranks with this rank's stages: their lanes, in every replica."""
+        while len(self._replica_groups) <= number:
+            ranks = [tuple(rank for each in replicas for rank in each) for replicas in self._devices]
+            self._replica_groups.append(self._make(ranks))
+        return self._replica_groups[number]
+
+    def lane_group(self) -> dist.ProcessGroup:
+        """The group over the lanes of this rank's stages in its replica, for what couples rows (batch norm)."""
+        if self._lane_group is None:
+            self._lane_group = self._make([ranks for replicas in self._devices for ranks in replicas])
+        return self._lane_group
+
+    def make_transport(self, edges: Sequence[Edge]) -> Transport:
+        """How this rank reaches the others of its replica along these edges, whatever lanes they are between."""
+        if self.lanes.size == 1:
+            return NoTransport(self._job.device)
+        pipe = self._make(self.all_pipes)
+        apart: dict[tuple[Edge, Direction], dist.ProcessGroup] = {}
+        if self._job.device.type != "cpu":  # NCCL has no tags, but keeps pairs of ranks in a group apart
+            directions: tuple[Direction, Direction] = ("forward", "backward")
+            apart = {(edge, way): self._make(self.all_pipes) for edge in edges for way in directions}
+        of_edge = self._own_edge
+        return GroupTransport(
+            lambda edge, way: apart.get((of_edge(edge), way), pipe), pipe, self._job.device, self.guard, self._name
+        )
+
+    def guard(self, what: str) -> AbstractContextManager[None]:
+        """Inside, c10d's errors become epl's, with this rank's stages named."""
+        stages = ", ".join(map(str, self.lanes.stages))
+        return speaking(self._job, f"{what} (stage {stages} of {len(self.lanes.ranks)} is here)")
+
+    def _own_edge(self, edge: Edge) -> Edge:
+        return edge if self.lanes.is_plain else self.lanes.stage_edge(edge)
+
+    def _name(self, number: int) -> str:
+        return f"stage {number}" if self.lanes.is_plain else self.lanes.name(number)
+
+    def _make(self, ranks: Sequence[Ranks]) -> dist.ProcessGroup:
+        with speaking(self._job, "making process groups"):
+            made = dist.new_subgroups_by_enumeration([list(r) for r in ranks], timeout=self._job.timeout)  # type: ignore[no-untyped-call]
+        group: dist.ProcessGroup = made[0]
+        return group
