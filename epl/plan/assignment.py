@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from epl.plan.nodes import GraphNode, Memory, users
+from epl.plan.memory import Memory
+from epl.plan.nodes import GraphNode
 
 
 class Assignment:
@@ -23,8 +24,9 @@ class Assignment:
         self.nodes = {node.index: node for node in nodes}
         self.owners, self.home, self._held = owners, home, held
         self.memory = Memory(nodes)
-        self.needs = {node.index: self.memory.needs(node) for node in nodes}
-        self._users = users(self.needs)
+        self.needs: dict[int, tuple[int, ...]] = {}
+        self._users: dict[int, list[int]] = {node.index: [] for node in nodes}
+        self._note_needs()
         self.free = self._free()
         self.order = tuple(order) if order is not None else self._order()
         self.stage_of_taskgraph = {name: stage for stage, name in enumerate(self.order)}
@@ -41,6 +43,17 @@ class Assignment:
         for value in sorted(self.home):
             yield value, self.last, None
 
+    def _note_needs(self) -> None:
+        """What comes before every node; of something packed, also what is in it."""
+        for index, node in self.nodes.items():
+            needed = dict.fromkeys(self.memory.needs(node))
+            for each in list(needed):
+                if self.nodes[each].kind == "packing":
+                    needed.update(dict.fromkeys(self.needs[each]))
+            self.needs[index] = tuple(needed)
+            for each in needed:
+                self._users[each].append(index)
+
     def _free(self) -> frozenset[int]:
         """What every rank can compute for itself: it follows from inputs and constants alone, without chance."""
         bound: set[int] = set()  # changed in place by something that is not free: there must be one of it
@@ -48,7 +61,7 @@ class Assignment:
             free: set[int] = set()
             for node in self.nodes.values():
                 if node.is_everywhere or (
-                    node.kind == "glue"
+                    node.kind in ("glue", "packing")
                     and node.taskgraph is None
                     and not node.random
                     and node.index not in bound
@@ -84,7 +97,7 @@ class Assignment:
 
     def _is_staged(self, index: int) -> bool:
         """Whether exactly one stage computes this node."""
-        return index not in self.free and self.nodes[index].kind != "parameter"
+        return index not in self.free and self.nodes[index].kind in ("leaf", "glue")
 
     def _used_parameters(self, node: GraphNode) -> tuple[str, ...]:
         direct = (self.nodes[i].name for i in node.inputs if self.nodes[i].kind == "parameter")
@@ -155,7 +168,7 @@ class Assignment:
         while size != (size := sum(map(len, spread.values()))):
             for index in reversed(self.nodes):
                 for needed in self.needs[index]:
-                    if needed not in self.stage:
+                    if needed not in self.stage:  # also what is packed beside its consumer
                         spread[needed] |= spread[index]
             for values, effects in changed:  # who reads one of the values must see every change
                 readers = set().union(*(spread[value] for value in values))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from epl.plan.assignment import Assignment
+from epl.plan.memory import Sight, false_sights
 
 
 def never_executed(assignment: Assignment, taskgraphs: Sequence[str]) -> list[str]:
@@ -45,31 +46,26 @@ def cycles(assignment: Assignment) -> list[str]:
 
 
 def effects_astray(assignment: Assignment) -> list[str]:
-    """Changes in place that would not be seen where the program sees them, or be seen where it does not.
-
-    A stage gets a value as it is when the stage that makes it is done, and changes its own copy:
-
-        a change where the value was made     is seen by the other stages: they must come after it in the program
-        a change in a stage that received it  is seen there only: the others must come before it
-
-    Values that share memory no longer do so where they have been received.
-    """
+    """Changes in place that would not be seen where the program sees them, or be seen where it does not; to be asked when
+    there are no cycles."""
+    if all(assignment.free.issuperset(effects) for _, effects in assignment.memory.changed_groups()):
+        return []
+    found: dict[int, list[Sight]] = {}
+    for sight in false_sights(
+        assignment.nodes, assignment.memory, assignment.stages, sorted(assignment.home), assignment.last
+    ):
+        found.setdefault(assignment.memory.group(sight.value), []).append(sight)
     problems = []
-    for values, effects in assignment.memory.changed_groups():
-        if assignment.free.issuperset(effects):
-            continue  # every rank changes its own copy alike
-        made = {assignment.stage[v] for v in values if v in assignment.stage and v not in effects}
-        for effect in effects:
-            others = dict.fromkeys(_strangers(assignment, values, effect))
-            if len(made) > 1 or _arrivals(assignment, values, effect) > 1:
-                others["parts of it are made in one stage and used in another"] = None
-            if others:
-                node, stage = assignment.nodes[effect], assignment.stage[effect]
-                problems.append(
-                    f"{node.title} in {assignment.order[stage]!r} changes a value in place that another stage uses too: "
-                    f"{'; '.join(others)}. Write it without changing the value (`x = x + y` for `x += y`), or use it in "
-                    "one TaskGraph only"
-                )
+    for sights in found.values():
+        changes = dict.fromkeys(_in_stage(assignment, effect) for effect in assignment.memory.effects(sights[0].value))
+        users = dict.fromkeys(_user(assignment, sight) for sight in sights)
+        if changes:  # else it only follows from a change of something else
+            problems.append(
+                f"{' and '.join(changes)} {'changes' if len(changes) == 1 else 'change'} a value in place that another "
+                f"stage uses too: {'; '.join(users)} would not see it as on one device. Write it without changing the value "
+                "(`x = x + y` for `x += y`), or use the value in one TaskGraph only"
+            )
+    assert bool(problems) == bool(found), "a value that nothing changes is the same everywhere"
     return problems
 
 
@@ -93,31 +89,24 @@ def _module(assignment: Assignment, index: int) -> str:
     """A node by its module; glue with the module before it in the same stage."""
     node, around = assignment.nodes[index], index
     while assignment.nodes[around].kind != "leaf":
-        same = [i for i in assignment.nodes[around].inputs if assignment.stage.get(i) == assignment.stage[index]]
+        same = [
+            i for i in assignment.nodes[around].inputs if assignment.stage.get(i, -1) == assignment.stage.get(index)
+        ]
         if not same:
             return node.title
         around = max(same)
     return node.title if around == index else f"{node.title} after {assignment.nodes[around].name!r}"
 
 
-def _arrivals(assignment: Assignment, values: Sequence[int], effect: int) -> int:
-    """How many of the values come into the stage of the effect from outside, where they no longer share memory."""
-    members, stage = set(values), assignment.stage[effect]
-    used = {value for value, used_in, _ in assignment.uses() if value in members and used_in == stage}
-    return sum(assignment.stage.get(value) != stage for value in used)
+def _in_stage(assignment: Assignment, index: int) -> str:
+    stages = " and ".join(repr(assignment.order[stage]) for stage in assignment.stages[index])
+    return f"{assignment.nodes[index].title} in {stages}"
 
 
-def _strangers(assignment: Assignment, values: Sequence[int], effect: int) -> Iterator[str]:
-    """Who uses one of the values in another stage and would see it with the change, or without it, against the program."""
-    members, stage = set(values), assignment.stage[effect]
-    for value, used_in, user in assignment.uses():
-        if value not in members or used_in == stage or user == effect:
-            continue
-        after = user is None or user > effect
-        if value in assignment.stage:
-            astray = after != (assignment.stage[value] == stage)
-        else:  # every rank has its own; of what lasts beyond the call, all must stay alike
-            astray = after or assignment.nodes[value].kind in ("constant", "parameter")
-        if astray:
-            what = "the code after the last module" if user is None else assignment.nodes[user].title
-            yield f"{what} in {assignment.order[used_in]!r}"
+def _user(assignment: Assignment, sight: Sight) -> str:
+    stage = assignment.order[sight.stage]
+    if sight.user is not None:
+        return f"{assignment.nodes[sight.user].title} in {stage!r}"
+    if sight.value in assignment.home:
+        return f"the code after the last module in {stage!r}"
+    return f"the next call of the model in {stage!r}"

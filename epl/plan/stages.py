@@ -5,6 +5,7 @@ Stage i is the i-th TaskGraph in the order of first execution. What a scope cove
     module          to its first consumer, through glue; if none has a stage, to its latest producer; else to the last
     glue            to its latest producer
     ... of inputs   (and constants, nothing else): wherever it is needed, since every rank of a replica has the inputs
+    ... that packs  values for a consumer: beside it, since only tensors travel
     ... at random   of inputs only: to its first consumer, from where it travels: all must see the same numbers
     parameter       held wherever it is used: tied, if that is in several stages. Glue of parameters and inputs only runs
                     where their TaskGraph does; if they have none, at its first consumer
@@ -80,7 +81,10 @@ def cut_stages(
         raise PlanError(list_problems("no stage can be made", problems or ["the forward executes no TaskGraph"]))
     holders, buffers = _holders(assignment), _buffers(assignment)
     _keep_unused(holders, assignment, placed)
-    problems += [*cycles(assignment), *effects_astray(assignment), *moved(assignment, {**buffers, **holders}, placed)]
+    problems += [
+        *(cycles(assignment) or effects_astray(assignment)),
+        *moved(assignment, {**buffers, **holders}, placed),
+    ]
     if problems:
         raise PlanError(list_problems("the TaskGraphs cannot be stages of a pipeline", problems))
     return StageCut(assignment.order, assignment.stages, _edges(assignment), holders, buffers)
