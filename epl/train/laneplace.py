@@ -43,6 +43,7 @@ class LanePlace:
         last = [peers[-1][:1]] if home else []
         self.lanes = Lanes((*peers * num_chunks, *last), index[job.rank])
         self._replica_groups: list[dist.ProcessGroup] = []
+        self._pipe_group: dist.ProcessGroup | None = None
         self._lane_group: dist.ProcessGroup | None = None
 
     @property
@@ -70,30 +71,41 @@ class LanePlace:
             self._lane_group = self._make([ranks for replicas in self._devices for ranks in replicas])
         return self._lane_group
 
+    def pipe_group(self) -> dist.ProcessGroup:
+        """The group over all ranks of this rank's replica; a place among `lanes` is a rank in it."""
+        if self._pipe_group is None:
+            self._pipe_group = self._make(self.all_pipes)
+        return self._pipe_group
+
+    def group_of_devices(self, devices: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group over all ranks of these devices in this rank's replica; None if it has none of them."""
+        own = None
+        with speaking(self._job, "making process groups"):
+            for replica in range(self.num_replicas):
+                ranks = [rank for device in devices for rank in self._devices[device][replica]]
+                group = dist.new_group(ranks, timeout=self._job.timeout)
+                own = group if self._job.rank in ranks else own
+        return own
+
     def make_transport(self, edges: Sequence[Edge]) -> Transport:
         """How this rank reaches the others of its replica along these edges, whatever lanes they are between."""
         if self.lanes.size == 1:
             return NoTransport(self._job.device)
-        pipe = self._make(self.all_pipes)
+        pipe, lanes = self.pipe_group(), self.lanes
         apart: dict[tuple[Edge, Direction], dist.ProcessGroup] = {}
-        if self._job.device.type != "cpu":  # NCCL has no tags, but keeps pairs of ranks in a group apart
+        if self._job.device.type != "cpu":  # NCCL has no tags
             directions: tuple[Direction, Direction] = ("forward", "backward")
             apart = {(edge, way): self._make(self.all_pipes) for edge in edges for way in directions}
-        of_edge = self._own_edge
+        of_edge = (lambda edge: edge) if lanes.is_plain else lanes.stage_edge
+        name = "stage {}".format if lanes.is_plain else lanes.name
         return GroupTransport(
-            lambda edge, way: apart.get((of_edge(edge), way), pipe), pipe, self._job.device, self.guard, self._name
+            lambda edge, way: apart.get((of_edge(edge), way), pipe), pipe, self._job.device, self.guard, name
         )
 
     def guard(self, what: str) -> AbstractContextManager[None]:
         """Inside, c10d's errors become epl's, with this rank's stages named."""
         stages = ", ".join(map(str, self.lanes.stages))
         return speaking(self._job, f"{what} (stage {stages} of {len(self.lanes.ranks)} is here)")
-
-    def _own_edge(self, edge: Edge) -> Edge:
-        return edge if self.lanes.is_plain else self.lanes.stage_edge(edge)
-
-    def _name(self, number: int) -> str:
-        return f"stage {number}" if self.lanes.is_plain else self.lanes.name(number)
 
     def _make(self, ranks: Sequence[Ranks]) -> dist.ProcessGroup:
         with speaking(self._job, "making process groups"):

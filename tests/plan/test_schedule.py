@@ -238,3 +238,32 @@ def test_the_room_imports_no_torch() -> None:
     room = Path(__file__).parents[2] / "epl" / "plan" / "schedule"
     importing = re.compile(r"^\s*(from|import) torch\b", re.MULTILINE)
     assert [path.name for path in room.glob("*.py") if importing.search(path.read_text())] == []
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_home_computes_beside_the_last_stage(name: str) -> None:
+    chunks = 2 if name == "Interleaved" else 1
+    plain = make_schedule(name, 2, 3, chunks)
+    last, home = plain.num_stages - 1, plain.num_stages
+    schedule = plain.with_home().with_communication(bridged=[(last, home)]).with_reduce()
+    check(schedule)
+    assert Schedule.parse(str(schedule)) == schedule
+    assert schedule.device_of(home) == schedule.device_of(last) == 1
+    assert [schedule.stages_of(device) for device in range(2)] == [(0, 2), (1, 3, 4)] if chunks == 2 else [(0,), (1, 2)]
+    words = [str(action) for action in schedule.actions[1]]
+    for n in range(3):
+        at = words.index(f"{last}F{n}")
+        assert words[at + 1 : at + 4] == [f"{last}SF{n}>{home}", f"{home}RF{n}<{last}", f"{home}F{n}"]
+        at = words.index(f"{home}B{n}")
+        after = [word for word in words[at + 1 :] if word != f"{home}R"]
+        assert after[:2] == [f"{home}SB{n}>{last}", f"{last}RB{n}<{home}"]
+    assert [a for a in schedule.compute_only() if a.stage != home] == list(plain)
+
+
+def test_a_home_on_the_only_rank_of_a_device_is_handed_values_over() -> None:
+    schedule = make_schedule("PreferBackward", 2, 2).with_home().with_communication()
+    check(schedule)
+    assert schedule.crosses((0, 1))
+    assert not schedule.crosses((1, 2))
+    assert "home" in str(schedule)
+    assert "bridged" not in str(schedule)

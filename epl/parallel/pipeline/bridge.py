@@ -10,6 +10,7 @@ has made (equal widths) the value passes as it is, whatever it is. Lanes on one 
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -218,7 +219,7 @@ class Bridge:
         share = pieces[0][0]
         if share.dim is None:
             found = [gradient for _, gradient in pieces if gradient is not None]
-            total = found[0] if len(found) == 1 else torch.stack(found).sum(0)
+            total = functools.reduce(torch.add, found)
             return total if share.weight == 1.0 else total * share.weight
         rows = [
             self._zeros(form, s) if gradient is None else gradient for s, gradient in pieces if s.counts and s.length
@@ -265,7 +266,7 @@ def _join(pieces: Pieces, edge: Edge) -> torch.Tensor:
                 "without having a batch dim: each of its devices has one of its own rows, and they have no average. Compute it as "
                 "floating point, or in a replicate(1) TaskGraph."
             )
-        joined = torch.stack([piece * share.weight for share, piece in counted]).sum(0)
+        joined = functools.reduce(torch.add, [piece * share.weight for share, piece in counted])
     return joined.requires_grad_(needs_gradient)
 
 

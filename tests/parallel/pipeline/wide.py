@@ -31,7 +31,8 @@ class Case:
     rows: int = 8
     chunks: int = 1
     home: bool = False
-    skip: bool = True
+    coupled: bool = True
+    """With auxiliary losses, and a skip connection from the first stage to the last."""
 
     @property
     def num_stages(self) -> int:
@@ -45,10 +46,9 @@ class Case:
     @property
     def edges(self) -> dict[tuple[int, int], tuple]:
         last = self.num_stages - 1
-        chain = {(s, s + 1): CHAIN for s in range(last)}
-        if not self.skip or last < 1:
-            return chain
-        return {**chain, (0, last): SKIP if last > 1 else CHAIN + SKIP}
+        if not self.coupled:
+            return {(s, s + 1): CHAIN[:-1] for s in range(last)}
+        return {**{(s, s + 1): CHAIN for s in range(last)}, (0, last): SKIP if last > 1 else CHAIN + SKIP}
 
     def schedules(self, lanes: Lanes) -> Schedule:
         made = make_schedule(self.schedule, len(self.widths), len(self.sizes), self.chunks)
@@ -117,15 +117,19 @@ class Model:
         """What goes to each later stage, and the loss where this is its stage."""
         last = self.case.num_stages - 1
         before = received.get(stage - 1)
-        early = received.get(0) if stage == last and self.case.skip and last else None
+        early = received.get(0) if stage == last and self.case.coupled else None
         if early is not None and last == 1:
             before, early = before[: len(CHAIN)], before[len(CHAIN) :]
+        if before is not None and not self.case.coupled:
+            before = (*before, torch.zeros((), dtype=torch.float64))
         module = self.stages[stage]
         values = module["part"](before, x) if "part" in module else before
         if stage == last:
             return {}, module["head"](values, early, y)
+        if not self.case.coupled:
+            return {stage + 1: values[:-1]}, None
         outputs = {stage + 1: values}
-        if stage == 0 and self.case.skip:
+        if stage == 0:
             skip = (values[0] * 0.5, values[0].mean())
             outputs[last] = (*values, *skip) if last == 1 else skip
         return outputs, None
@@ -151,7 +155,7 @@ class LaneStage:
         return self._model.run(self._stage, received, self._x[own], self._y[own])
 
 
-def run_rank(case: Case, lanes: Lanes, transport, model: Model, x, y, steps: int = 2, reducers=None, clear=None):
+def run_rank(case: Case, lanes: Lanes, transport, model: Model, x, y, steps: int = 2, reducers=None, before_step=None):
     """Steps on one rank; the last one's losses, each with its weight in the micro batch's."""
     schedule = case.schedules(lanes)
     device = schedule.device_of(lanes.stages[0])
@@ -165,8 +169,8 @@ def run_rank(case: Case, lanes: Lanes, transport, model: Model, x, y, steps: int
     for _ in range(steps):
         for stage in lanes.stages:
             model.stages[stage].zero_grad()
-        if clear is not None:
-            clear()
+        if before_step is not None:
+            before_step()
         step = executor.run(program, [w * s for w, s in zip(weights, shares, strict=True)])
     return {n: (loss.item(), shares[n]) for n, loss in step.losses.items()}
 
@@ -183,11 +187,16 @@ def in_memory(case: Case):
         return run_rank(case, lanes, network.transport(own), models[own], x, y)
 
     losses = network.run(rank)
-    gradients: dict[str, torch.Tensor] = {}
-    for model in models:
-        for name, gradient in gradients_of(model).items():
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return total_losses(losses, len(case.sizes)), gradients
+    return total_losses(losses, len(case.sizes)), summed(map(gradients_of, models))
+
+
+def summed(found) -> dict[str, torch.Tensor]:
+    """Gradients by name, added up over lanes."""
+    total: dict[str, torch.Tensor] = {}
+    for gradients in found:
+        for name, gradient in gradients.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return total
 
 
 def total_losses(by_rank, number: int) -> list[float]:
