@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from epl.errors import PlanError, list_problems
 from epl.plan.batch import Rows, global_batch, share_rows
 from epl.plan.placement import Layout, PlacedTaskGraph, place
+from epl.plan.schedule import Schedule, make_schedule
 from epl.plan.spec import ClusterShape, PlanSettings, TaskGraphSpec
+from epl.plan.stageplan import StagePlan, describe_stages
 from epl.plan.table import compact_numbers, table
 
 Capability = Literal["data_parallel", "pipeline", "interleaved", "wide_stage", "split", "bridge", "micro_batches"]
@@ -44,6 +46,10 @@ class Plan:
     taskgraphs: tuple[PlacedTaskGraph, ...]
     cluster: ClusterShape
     settings: PlanSettings
+    stages: tuple[StagePlan, ...] = ()
+    """Of a staged plan, once a forward has been recorded: what every stage computes, in order of execution."""
+    reason: str = ""
+    """Why the stages are as they are, if epl chose them."""
 
     @property
     def world_size(self) -> int:
@@ -121,14 +127,32 @@ class Plan:
         }
         return frozenset(name for name, needed in facts.items() if needed)
 
+    def in_order(self, names: Sequence[str]) -> Plan:
+        """The plan with its TaskGraphs, and so their devices, in this order: that in which they turned out to run."""
+        by_name = {t.name: TaskGraphSpec(t.name, t.kind, t.device_count) for t in self.taskgraphs}
+        if list(names) == list(by_name):
+            return self
+        return make_plan([by_name[name] for name in names], self.cluster, self.settings)
+
+    def with_stages(self, stages: Sequence[StagePlan], reason: str = "") -> Plan:
+        """The plan with what its stages turned out to be; its TaskGraphs, and so their devices, come in this order."""
+        ordered = self.in_order([stage.taskgraph for stage in stages])
+        ordered.schedule()  # refuses what does not fit it
+        return replace(ordered, stages=tuple(stages), reason=reason)
+
+    def schedule(self) -> Schedule:
+        """The order of forwards and backwards on the devices of one replica; PlanError if the settings contradict it."""
+        chunks = self.settings.num_chunks
+        return make_schedule(
+            self.settings.strategy, len(self.taskgraphs) // chunks, self.settings.num_micro_batch, chunks
+        )
+
     def describe(self) -> str:
         """The plan as text: layout, TaskGraphs with their devices, the batch equation, who sees which rows."""
-        rows = [("TaskGraph", "strategy", "devices of each replica")]
-        rows += [(t.name, t.strategy, _devices(t.devices)) for t in self.taskgraphs]
         replicas, devices = self.num_replicas, self.devices_per_replica
         size = f"{_count(replicas, 'model replica')} of {_count(devices, 'device')}"
         batch = global_batch(replicas, self.settings.micro_batch, self.settings.num_micro_batch)
-        lines = [f"plan: {self.layout}, {size}", table(rows), batch]
+        lines = [f"plan: {self.layout}, {size}", self._table(), batch]
         if devices > 1:
             lines.append(
                 f"rows: each of the {self.parts} ranks of a replica sees its own share of the replica's rows"
@@ -137,7 +161,17 @@ class Plan:
             )
         if replicas > 1:
             lines.append(f"gradients: {self.settings.gradients_reduce_method} over {replicas} replicas")
+        if self.reason:
+            lines.append(self.reason)
         return "\n".join(lines)
+
+    def _table(self) -> str:
+        devices, strategies = [_devices(t.devices) for t in self.taskgraphs], [t.strategy for t in self.taskgraphs]
+        if self.stages:
+            return describe_stages(self.stages, self.schedule(), strategies, devices)
+        rows = [("TaskGraph", "strategy", "devices of each replica")]
+        rows += [(t.name, strategies[i], devices[i]) for i, t in enumerate(self.taskgraphs)]
+        return table(rows)
 
     def __str__(self) -> str:
         return self.describe()
@@ -147,7 +181,9 @@ class Plan:
         data = asdict(self)
         for taskgraph in data["taskgraphs"]:
             taskgraph["devices"] = [list(ranks) for ranks in taskgraph["devices"]]
-        data["taskgraphs"] = list(data["taskgraphs"])
+        for stage in data["stages"]:
+            stage["modules"], stage["tied"] = list(stage["modules"]), list(stage["tied"])
+        data["taskgraphs"], data["stages"] = list(data["taskgraphs"]), list(data["stages"])
         data["cluster"]["node_of_rank"] = list(data["cluster"]["node_of_rank"])
         return data
 
@@ -164,6 +200,11 @@ class Plan:
                 ),
                 cluster=ClusterShape(fields["cluster"]["world_size"], tuple(fields["cluster"]["node_of_rank"])),
                 settings=PlanSettings(**fields["settings"]),
+                stages=tuple(
+                    StagePlan(**{**stage, "modules": tuple(stage["modules"]), "tied": tuple(stage["tied"])})
+                    for stage in fields["stages"]
+                ),
+                reason=fields["reason"],
             )
         except (KeyError, TypeError) as error:
             raise PlanError(f"this is not a plan written by Plan.to_dict of this version of epl: {error!r}") from error

@@ -52,6 +52,7 @@ class PlanSettings:
     num_micro_batch: int = 1
     micro_batch: int | None = None
     """The loader's `batch_size`; None while no loader is known."""
+    strategy: str = "PreferBackward"
     num_chunks: int = 1
     colocate: bool = False
     """`cluster.colocate_split_and_replicate`"""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import epl.plan
+import epl
 from epl.errors import PlanError
 from epl.plan import ClusterShape, DataShare, Plan, PlanSettings, RankPlace, Rows, TaskGraphSpec, make_plan
 
@@ -172,7 +172,7 @@ def test_what_is_no_plan_is_refused(broken: dict[str, object]) -> None:
 
 def test_planning_needs_no_torch() -> None:
     """The plan is to run anywhere, by the thousand: torch would be seconds and processes."""
-    package = str(Path(epl.plan.__file__).parents[1])
+    package = str(Path(epl.__file__).parent)
     code = f"import sys, types; epl = types.ModuleType('epl'); epl.__path__ = [{package!r}]; sys.modules['epl'] = epl\n"
     code += "import epl.plan; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
