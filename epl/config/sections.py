@@ -47,7 +47,8 @@ class PipelineSettings:
     num_stages: Annotated[
         int | None,
         About(
-            "Devices of one pipeline; forward_backward without a topology of your own puts all ranks into one.",
+            "Devices of one pipeline: for automatic stages (None: one, data parallelism), and for forward_backward "
+            "without a topology of your own (None: all ranks).",
             at_least=1,
         ),
     ] = None
@@ -207,9 +208,9 @@ class IoSettings:
 class AutoSettings:
     """Parallelism without annotations."""
 
-    today: ClassVar[str] = "annotate: epl.set_default_strategy(epl.replicate(1)), or scopes around parts of the model"
-
-    auto_parallel: Annotated[bool, About("Let epl choose the TaskGraphs.", built=False)] = False
+    auto_parallel: Annotated[
+        bool, About("Let epl choose the TaskGraphs: pipeline.num_stages stages. Annotations win over it.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -160,10 +160,13 @@ class Assignment:
         for index in self.home - self.stage.keys():
             spread[index].add(self.last)
         changed = [group for group in self.memory.changed_groups() if self.free.issuperset(group[1])]
-        for values, effects in changed:  # a change of an input or a buffer is made on every rank's own
-            if any(self.nodes[value].is_everywhere for value in values):
-                for effect in effects:
-                    spread[effect].update(range(len(self.order)))
+        lasting = {
+            e for values, effects in changed if any(self.nodes[v].is_everywhere for v in values) for e in effects
+        }
+        for index in lasting | {
+            i for i in self.free if self.nodes[i].kept
+        }:  # each rank has an input or buffer to change
+            spread[index].update(range(len(self.order)))
         size = -1
         while size != (size := sum(map(len, spread.values()))):
             for index in reversed(self.nodes):

@@ -34,6 +34,8 @@ class GraphNode:
     """Those of its inputs whose memory its value shares."""
     random: bool = False
     """Whether it draws random numbers."""
+    kept: bool = False
+    """Whether it is carried out for what it does beside its value, which nobody may use."""
     parameters: tuple[str, ...] = ()
     """What it uses; a parameter shared by several modules always by the same name."""
     buffers: tuple[str, ...] = ()

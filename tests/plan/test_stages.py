@@ -208,12 +208,14 @@ def test_glue_of_inputs_alone_is_computed_wherever_it_is_needed() -> None:
     check(p.nodes, cut, [c])
 
 
-def test_glue_of_inputs_that_nobody_needs_runs_nowhere() -> None:
+def test_glue_of_inputs_that_nobody_needs_runs_nowhere_unless_it_does_something_else() -> None:
     p = Program()
     x = p.input()
     idle = p.glue("mean", x)
-    p.leaf("a", x, tg="s0")
-    assert p.cut().stages[idle] == ()
+    p.leaf("b", p.leaf("a", x, tg="s0"), tg="s1")
+    hook = p.glue("register_hook", x, kept=True)
+    cut = p.cut()
+    assert (cut.stages[idle], cut.stages[hook]) == ((), (0, 1))
 
 
 def test_random_glue_runs_once_at_its_first_consumer_and_travels() -> None:
