@@ -1,1 +1,37 @@
-"""Lazy values: what `model(x)` gives under a cut model, and how the loop's code on them is carried out."""
+"""Lazy values: what `model(x)` gives under a cut model, and how the loop's code on them is carried out.
+
+record      a torch call on lazy values is written down as a Node; nothing runs
+read        a number is wanted: it is computed at home, and given to every rank
+step        backward: in a schedule, if the loss separates over the batch (`epl.train.separate`), else on the whole batch
+protocol    what all this asks of whoever runs the model: Call and Carrier
+"""
+
+from __future__ import annotations
+
+from epl.graph.spec import Spec
+from epl.train.lazy import function, handlers
+from epl.train.lazy.foreign import ForeignParameter, become_foreign, become_own, node_of
+from epl.train.lazy.node import Node, output_of
+from epl.train.lazy.protocol import Call
+from epl.train.lazy.read import run_forward
+from epl.train.lazy.tensor import LazyTensor
+
+handlers.install()
+function.install()
+
+
+def outputs_of(call: Call, specs: list[Spec]) -> list[Node]:
+    """The nodes of a call's frontier values, in order."""
+    return [Node(output_of, (call, i), {}, call.context, spec._replace(is_view=False)) for i, spec in enumerate(specs)]
+
+
+__all__ = [
+    "ForeignParameter",
+    "LazyTensor",
+    "Node",
+    "become_foreign",
+    "become_own",
+    "node_of",
+    "outputs_of",
+    "run_forward",
+]

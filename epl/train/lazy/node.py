@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from epl.graph.spec import Spec, leaves_of
 if TYPE_CHECKING:
     from epl.train.lazy.protocol import Call, Carrier
 
-Hook = tuple[Literal["hook", "retain"], Callable[[torch.Tensor], Any] | None]
+Graph = Literal["home", "everywhere"]
 
 
 class Node:
@@ -39,6 +40,7 @@ class Node:
         "__weakref__",
         "args",
         "carrier",
+        "changed",
         "context",
         "done",
         "everywhere",
@@ -60,7 +62,12 @@ class Node:
     )
 
     def __init__(
-        self, func: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, spec: Any
+        self,
+        func: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: Context,
+        spec: Any,
     ) -> None:
         self.func, self.args, self.kwargs, self.context = func, args, kwargs, context
         self.spec = spec
@@ -70,17 +77,20 @@ class Node:
         """Whose home has the value; None if no model call is under it (an expression over another rank's parameters)."""
         self.carrier, self.several_homes = _carrier(func, args, self.parents)
         self.done = self.everywhere = self.spent = self.viewed = False
+        self.changed = False
+        """Whether its value was changed in place through an alias, so that its operation no longer tells what it is."""
         self.value: Any = None
-        self.graph: Literal["home", "everywhere"] | None = None
+        self.graph: Graph | None = None
         """Where the autograd graph of a computed value is; None if it has none (any more)."""
         self.leaf: torch.Tensor | None = None
         """At home, for an output of a call whose graphs are kept: where gradients of the recorded code arrive."""
-        self.hooks: list[Hook] = []
+        self.hooks: list[Callable[[torch.Tensor], None]] = []
+        """What to do with the value when it is there: register a hook on its gradient, or have that retained."""
         self.serial = next(_serials)
         # Operations that only this rank records (its own share of an expression over parameters) are not counted.
         self.number = _journal.note(func, spec) if self.carrier is not None else None
         self.where = _caller() if func is not None else None
-        self.versions = _versions(args, kwargs)
+        self.versions = _versions(args, kwargs) if func is not foreign else []
 
     @property
     def requires_grad(self) -> bool:
@@ -106,7 +116,7 @@ class Node:
         """file:line of the user's code that recorded it."""
         return f"{self.where[0].co_filename}:{self.where[1]}" if self.where else "?"
 
-    def settle(self, value: Any, graph: Literal["home", "everywhere"] | None = None, *, everywhere: bool = False) -> None:
+    def settle(self, value: Any, graph: Graph | None = None, *, everywhere: bool = False) -> None:
         """It is computed; `value` is None where only home has it. Without a graph, what it was made from is let go."""
         self.done, self.value, self.graph, self.everywhere = True, value, graph, everywhere
         if graph is None:
@@ -124,8 +134,11 @@ class Node:
         self.let_go()
 
 
-class Journal:
-    """How many operations were recorded, and a checksum of them: ranks that recorded different things find out at once."""
+class Journal(threading.local):
+    """How many operations were recorded, and a checksum of them: ranks that recorded different things find out at once.
+
+    One for each thread: in tests, ranks are threads of one process.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -144,7 +157,7 @@ _serials = itertools.count()
 
 
 def journal() -> Journal:
-    """This process's journal."""
+    """This rank's journal."""
     return _journal
 
 
@@ -156,12 +169,6 @@ def output_of(call: Call, index: int) -> torch.Tensor:
 def foreign(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Stands for a parameter of another rank in `Node.func`; that rank computes with it."""
     raise AssertionError("a parameter of another rank has no value here")
-
-
-def pick(outputs: Any, index: int) -> torch.Tensor:
-    """The index-th tensor of an operation with several results."""
-    found: torch.Tensor = leaves_of(outputs, torch.Tensor)[index]
-    return found
 
 
 def name_of(func: object) -> str:

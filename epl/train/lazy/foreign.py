@@ -1,0 +1,155 @@
+"""A parameter that lives on another rank: module, name, shape and dtype are here, its numbers are not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from epl import _torch
+from epl.errors import LazyValueError
+from epl.graph.context import Context
+from epl.graph.spec import Spec
+from epl.train.lazy.node import Node, foreign, name_of
+from epl.train.lazy.tensor import LazyTensor, answer
+
+_LOADING = nn.Module._load_from_state_dict.__code__
+
+
+class ForeignParameter(nn.Parameter):
+    """What a rank holds of another rank's parameter. Optimizers and clipping skip it, since it never has a gradient."""
+
+    epl_owner: int
+    epl_name: str
+    epl_node: Node
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # a property of ours: optimizers ask for it many times a step
+        """None: the gradient is where the parameter is."""
+        return None
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            refuse(self, "setting the gradient")
+
+    @classmethod
+    @_torch.without_dynamo
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        special = _SPECIAL.get(func)
+        if special is not None and args and isinstance(args[0], ForeignParameter):
+            return special(func, args, kwargs or {})
+        return answer(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> NoReturn:  # type: ignore[override]
+        refuse(self, "printing")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        refuse(self, "copying")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse(self, "saving")
+
+
+LAZY = (LazyTensor, ForeignParameter)
+
+
+def node_of(tensor: torch.Tensor) -> Node:
+    """The recorded operation behind a lazy tensor, or behind another rank's parameter."""
+    assert isinstance(tensor, LAZY)
+    return tensor.epl_node
+
+
+def become_foreign(parameter: nn.Parameter, owner: int, name: str) -> None:
+    """`parameter`, the same object, no longer has its numbers: rank `owner` has them. `name` is for messages."""
+    with torch.no_grad():
+        parameter.grad = None
+        shape = parameter.shape
+        parameter.data = parameter.data.new_zeros((1,) * len(shape)).expand(shape)
+    parameter.__class__ = ForeignParameter
+    assert isinstance(parameter, ForeignParameter)
+    parameter.epl_owner, parameter.epl_name = owner, name
+    parameter.epl_node = Node(foreign, (parameter,), {}, Context(True, ()), Spec.of(parameter))
+
+
+def become_own(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Undo `become_foreign`: `parameter`, the same object, has these numbers from now on."""
+    assert isinstance(parameter, ForeignParameter)
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    for attribute in ("epl_owner", "epl_name", "epl_node"):
+        delattr(parameter, attribute)
+    parameter.data = data
+
+
+def refuse(parameter: ForeignParameter, doing: str) -> NoReturn:
+    """Raise: its numbers would be needed here."""
+    raise LazyValueError(
+        f"{doing}: the parameter {parameter.epl_name!r}, {tuple(parameter.shape)}, lives on rank {parameter.epl_owner}; here is only "
+        "its place. Its numbers come with epl.full_state_dict(model), on every rank; in a loss (an L2 term) it may be used as it is."
+    )
+
+
+def foreign_parameters(node: Node) -> list[ForeignParameter]:
+    """Those that the expression is made from, as far as it is not computed."""
+    from epl.train.lazy.node import topological
+
+    found = (n.args[0] for n in topological([node]) if not n.done and n.func is foreign)
+    return list(dict.fromkeys(p for p in found if isinstance(p, ForeignParameter)))
+
+
+def refuse_foreign(node: Node, doing: str) -> None:
+    """Raise if the expression needs another rank's parameters and no model call connects the ranks."""
+    if node.carrier is None and not node.done:
+        for parameter in foreign_parameters(node):
+            refuse(parameter, doing)
+
+
+# ---- calls that mean something else for a foreign parameter itself --------------------------------------------------
+
+
+def _copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Loading a whole state dict on every rank: each takes its part, and this is another's."""
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame.f_code is _LOADING:
+            return args[0]
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    refuse(args[0], name_of(func))
+
+
+def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parameter = args[0]
+    with _torch.no_tensor_subclass():
+        func(*args, **kwargs)
+        parameter.epl_node.spec = Spec.of(parameter)
+    return parameter if func is torch.Tensor.requires_grad_ else None
+
+
+def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`model.to(device)` and its like change nothing if it is there already."""
+    parameter = args[0]
+    with _torch.no_tensor_subclass():
+        converted = func(parameter.detach(), *args[1:], **kwargs)
+        same = converted.dtype == parameter.dtype and converted.device == parameter.device
+    return parameter if same else answer(func, args, kwargs)
+
+
+def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if args[1] is not args[0]:
+        refuse(args[0], "setting its data")
+
+
+_SPECIAL: dict[Callable[..., Any], Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
+    torch.Tensor.copy_: _copy,
+    torch.Tensor.requires_grad_: _requires_grad,
+    torch.Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    **{getattr(torch.Tensor, name): _convert for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")},
+}

@@ -1,0 +1,22 @@
+"""`autograd.Function.apply` with lazy arguments: recorded as one operation, with the backward that the user wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from epl import _torch
+from epl.graph.spec import leaves_of
+from epl.train.lazy.foreign import LAZY
+from epl.train.lazy.record import record
+
+
+def _apply(owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if leaves_of((args, kwargs), LAZY):
+        return record(owner.apply, args, kwargs)
+    return original(*args, **kwargs)
+
+
+def install() -> None:
+    """`apply` asks no tensor subclass, so it is watched from now on; without lazy arguments nothing changes."""
+    _torch.watch_function_applications(_apply)

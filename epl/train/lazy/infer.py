@@ -1,0 +1,81 @@
+"""What an operation would return, from fake tensors; remembered, since a loop repeats itself."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from epl import _torch
+from epl.graph.context import Context
+from epl.graph.spec import Spec, leaves_of, swap
+from epl.train.separate.program import freeze
+
+
+class NeedsDataError(Exception):
+    """The result of this operation cannot be described without the values: it is a read."""
+
+
+_known: dict[Hashable, Any] = {}
+_lock = threading.Lock()  # filters of warnings, and torch's random state, belong to the whole process
+_MOST = 10_000  # remembered results; a loop over ever new lengths must not grow for ever
+
+
+def infer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tree of Specs that `func` would return; `args` holds Specs in the place of tensors."""
+    if func is F.ctc_loss:
+        return _ctc_spec(args, kwargs)
+    context = Context.now()
+    key: Hashable = (func, freeze(args), freeze(kwargs), context, torch.get_default_dtype())
+    try:
+        found = _known.get(key)
+    except TypeError:  # an argument that cannot be compared
+        return _checked(_run(func, args, kwargs, context))
+    if found is None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        found = _known[key] = _run(func, args, kwargs, context)
+    return _checked(found)
+
+
+def _checked(found: Any) -> Any:
+    if isinstance(found, NeedsDataError):
+        raise NeedsDataError(*found.args)
+    return found
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
+    with _lock:
+        return _run_alone(func, args, kwargs, context)
+
+
+def _run_alone(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
+    state = torch.get_rng_state()
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),  # the real operation will say so
+            _torch.fake_mode(),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(context.grad),
+            _torch.no_tensor_subclass(),
+        ):
+            inputs = swap((args, kwargs), Spec, Spec.empty)
+            held = {_torch.memory_of(t) for t in leaves_of(inputs, torch.Tensor)}
+            out = func(*inputs[0], **inputs[1])
+            return swap(out, torch.Tensor, lambda t: Spec.of(t)._replace(is_view=_torch.memory_of(t) in held))
+    except Exception as error:
+        # Data-dependent, unknown to fake tensors, or wrong: the real operation will tell.
+        return NeedsDataError(str(error))
+    finally:
+        torch.set_rng_state(state)
+
+
+def _ctc_spec(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spec:
+    """ctc_loss on fake tensors asks for the lengths, though the shape of its result does not depend on them."""
+    x, reduction = args[0], kwargs.get("reduction", "mean")
+    shape = torch.Size([x.shape[1]] if reduction == "none" else [])
+    return Spec(shape, (1,) * len(shape), x.dtype, x.device, x.requires_grad and Context.now().grad)

@@ -1,0 +1,39 @@
+"""How ranks make sure that they are at the same place of the program before they wait for each other."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from epl.train.lazy.node import Node, journal, topological
+
+if TYPE_CHECKING:
+    from epl.train.lazy.protocol import Carrier
+
+
+def meet(carrier: Carrier, kind: str, nodes: Sequence[Node], *words: object, ask: bool = False) -> bool:
+    """Whether any rank asks; raises unless all ranks have recorded the same and are about to do the same with it."""
+    text = f"{journal().checksum} {[node.number for node in nodes]} {words}"
+    return carrier.agree(kind, zlib.crc32(text.encode()), ask)
+
+
+def carriers_of(nodes: Iterable[Node]) -> list[Carrier]:
+    """The carriers of these nodes, each once, in the order in which the loop met them."""
+    found = sorted((n for n in nodes if n.carrier is not None), key=lambda n: n.serial)
+    return list(dict.fromkeys(n.carrier for n in found if n.carrier is not None))
+
+
+def asks(carrier: Carrier, nodes: Sequence[Node]) -> bool:
+    """Whether home needs numbers of parameters that live elsewhere, as far as this rank can see.
+
+    Home sees all of them; another rank sees all but its own, and it alone may be the one that home needs.
+    """
+    from epl.train.lazy.foreign import foreign_parameters
+
+    for node in topological(nodes):
+        if not node.done and node.carrier is None:
+            owners = {parameter.epl_owner for parameter in foreign_parameters(node)}
+            if owners and (carrier.is_home or owners != {carrier.home}):
+                return True
+    return False

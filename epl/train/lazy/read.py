@@ -1,0 +1,98 @@
+"""Numbers for the loop: what it reads is computed at home and given to every rank; small values come by themselves after backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from epl.train.lazy.foreign import refuse_foreign
+from epl.train.lazy.live import live_nodes
+from epl.train.lazy.meeting import asks, carriers_of, meet
+from epl.train.lazy.node import Node, output_of, topological
+from epl.train.lazy.whole import compute, share_values
+
+if TYPE_CHECKING:
+    from epl.train.lazy.protocol import Call, Carrier
+
+PUSHED_BYTES = 4096
+"""Values up to this size reach every rank at the end of backward; larger ones travel only if all ranks read them."""
+
+
+def read(nodes: Sequence[Node], doing: str) -> list[torch.Tensor]:
+    """The values, on every rank, without their graphs. All ranks must read, unless every rank has them already."""
+    for node in nodes:
+        refuse_foreign(node, doing)
+    missing = [n for n in nodes if not n.everywhere]
+    if missing:
+        carrier = carriers_of(missing)[0]
+        asked = meet(carrier, f"reading a value ({doing})", missing, ask=asks(carrier, missing))
+        compute(missing, f"the loop reads a value before backward: {doing} at {missing[0].place}", asked=asked)
+        share_values([n for n in missing if not n.everywhere])
+    return [_plain(n) for n in nodes]
+
+
+def _plain(node: Node) -> torch.Tensor:
+    value: torch.Tensor = node.value
+    if node.graph is None and not node.spent:
+        return value  # also a leaf that the loop has made of it
+    value = value.detach()
+    return value.requires_grad_() if node.requires_grad else value
+
+
+def bring_everywhere(nodes: Sequence[Node], doing: str) -> None:
+    """Every rank gets the values as real tensors with gradients."""
+    wanted = [n for n in nodes if n.graph != "everywhere" and not (n.everywhere and n.graph is None)]
+    if not wanted:
+        return
+    for node in wanted:
+        refuse_foreign(node, doing)
+    carrier = carriers_of(wanted)[0]
+    asked = meet(carrier, f"using a value in code that cannot be recorded ({doing})", wanted, ask=asks(carrier, wanted))
+    plain = [n for n in wanted if n.done and n.graph is None]
+    rest = [n for n in wanted if n not in plain]
+    if rest:
+        compute(rest, f"{doing} at {rest[0].place} cannot be recorded", asked=asked, everyone=True)
+    share_values([n for n in wanted if not n.everywhere])
+
+
+def settle_live(carrier: Carrier) -> None:
+    """What the loop recorded before backward is computed now, so that nothing refers to the finished step any more; small values
+    go to every rank, so that `if rank == 0: print(loss.item())` needs no partner."""
+    live = live_nodes()
+    ready = [n for n in live if not n.done and n.carrier is not None and _is_ready(n)]
+    if ready:
+        compute(sorted(ready, key=lambda n: n.serial), "", asked=False)
+    pushed: list[tuple[int, torch.Tensor]] | None = None
+    if carrier.is_home:
+        pushed = [(n.number, n.value.detach()) for n in live if n.number is not None and _is_pushed(n, carrier)]
+    by_number = {n.number: n for n in live}
+    for number, value in carrier.push(pushed):
+        node = by_number.get(number)
+        if node is not None:
+            node.everywhere = True
+            if not carrier.is_home:
+                node.value = value
+
+
+def _is_ready(node: Node) -> bool:
+    """Whether all it is made from is there: no model call that has not run, no other rank's parameters, nothing that every rank
+    would have to compute."""
+    for n in topological([node]):
+        if not n.done and (n.func is output_of or n.carrier is None or n.several_homes or n.hooks):
+            return False
+    return True
+
+
+def _is_pushed(node: Node, carrier: Carrier) -> bool:
+    if not node.done or node.everywhere or node.carrier is None or node.carrier.home != carrier.home:
+        return False
+    return isinstance(node.value, torch.Tensor) and node.value.nbytes <= PUSHED_BYTES
+
+
+def run_forward(call: Call) -> None:
+    """Run a call under no_grad at once: batch norm may learn, and hooks may look on. All ranks call it together."""
+    nodes: list[Any] = list(call.nodes)
+    asked = meet(call.carrier, "model(x) without gradients", nodes, ask=asks(call.carrier, nodes))
+    compute(nodes, "", asked=asked)

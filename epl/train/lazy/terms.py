@@ -1,0 +1,225 @@
+"""Expressions over parameters of other ranks (an L2 term over `model.parameters()`): computed where the parameters are.
+
+    home                                    owners
+    requests: program + constants      →    run it on the real parameters
+    leaves with the values             ←    values
+    … the loss, its backward …
+    the same requests, with gradients  →    run it again, differentiate: gradients of their own parameters
+
+Nothing is kept at the owners between the two: a parameter that was changed in between makes the model's own backward raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from epl.errors import LazyValueError
+from epl.graph.context import Context
+from epl.graph.spec import leaves_of, swap
+from epl.train.lazy.foreign import ForeignParameter, refuse
+from epl.train.lazy.node import Node, blame, foreign, topological
+from epl.train.separate import Given, Ref
+
+if TYPE_CHECKING:
+    from epl.train.lazy.protocol import Carrier
+
+
+class Named(NamedTuple):
+    """In the arguments of a request: a parameter, by the number of its carrier and its name."""
+
+    carrier: int
+    name: str
+
+
+class Step(NamedTuple):
+    """One operation of a request."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    context: Context
+
+
+class Request(NamedTuple):
+    """What one rank asks another to compute; the program is pickled: a loop asks for the same again and again."""
+
+    owner: int
+    program: bytes
+    givens: list[torch.Tensor]
+
+
+class Terms:
+    """The values of expressions over other ranks' parameters."""
+
+    def __init__(self, carriers: Sequence[Carrier], wanted: Sequence[Node]) -> None:
+        """Every rank makes one; `wanted` are the expressions whose values this rank needs (may be none)."""
+        self._requests: dict[Node, Request] = {}
+        self.leaves: dict[Node, torch.Tensor] = {}
+        """What owners computed, as leaves."""
+        self.values: dict[Node, torch.Tensor] = {}
+        """What was wanted, with the graph that leads to the leaves."""
+        names = {id(p): Named(n, name) for n, c in enumerate(carriers) for name, p in c.parameters.items()}
+        for node in wanted:
+            self._ask(node, names)
+        replies = _ask_owners(carriers, list(self._requests.values()))
+        for node, value in zip(self._requests, replies, strict=True):
+            self.leaves[node] = value.detach().requires_grad_(node.requires_grad)
+        for node in wanted:
+            self.values[node] = self._evaluate(node)
+
+    def fetched(self) -> list[tuple[Request, torch.Tensor]]:
+        """What owners were asked, and the leaf that holds the answer."""
+        return [(request, self.leaves[node]) for node, request in self._requests.items()]
+
+    def _ask(self, node: Node, names: Mapping[int, Named]) -> None:
+        """For the largest parts of the expression that one owner can compute alone."""
+        if node in self._requests or node.done:
+            return
+        owner = _owner(node)
+        request = _request(node, owner, names) if owner is not None else None
+        if request is not None:
+            self._requests[node] = request
+            return
+        for parent in node.parents:
+            self._ask(parent, names)
+
+    def _evaluate(self, root: Node) -> torch.Tensor:
+        for node in topological([root], lambda n: n.done or n in self.leaves):
+            if node in self.values or node in self.leaves or node.done:
+                continue
+            assert node.func is not None
+            node.check_versions()
+            with node.context.restored(), blame(node):
+                args, kwargs = swap((node.args, node.kwargs), Node, self._value)
+                self.values[node] = node.func(*args, **kwargs)
+        found: torch.Tensor = self._value(root)
+        return found
+
+    def _value(self, node: Node) -> Any:
+        if node in self.leaves:
+            return self.leaves[node]
+        return node.value if node.done else self.values[node]
+
+
+def differentiate_at_owners(
+    carriers: Sequence[Carrier], pairs: Sequence[tuple[Request, torch.Tensor]]
+) -> dict[nn.Parameter, torch.Tensor]:
+    """The gradients of this rank's own parameters, from those of values that other ranks had asked for."""
+    asked, rank = _everyones(carriers[0], [(request, gradient.detach()) for request, gradient in pairs])
+    found: dict[nn.Parameter, torch.Tensor] = {}
+    for request, seed in (pair for theirs in asked for pair in theirs):
+        if request.owner != rank:
+            continue
+        value, parameters = _run(request, carriers)
+        wanted = [p for p in parameters if p.requires_grad]
+        if not value.requires_grad:
+            continue
+        for parameter, gradient in zip(
+            wanted, torch.autograd.grad(value, wanted, seed, allow_unused=True), strict=True
+        ):
+            if gradient is not None:
+                found[parameter] = found[parameter] + gradient if parameter in found else gradient
+    return found
+
+
+def _ask_owners(carriers: Sequence[Carrier], requests: list[Request]) -> list[torch.Tensor]:
+    """What the owners say to each request, after this rank has answered those to it."""
+    asked, rank = _everyones(carriers[0], requests)
+    answers = {
+        (asker, number): _run(request, carriers)[0].detach()
+        for asker, theirs in zip(carriers[0].ranks, asked, strict=True)
+        for number, request in enumerate(theirs)
+        if request.owner == rank
+    }
+    said: list[Any] = carriers[0].exchange(answers)
+    found = {key: value for some in said for key, value in some.items()}
+    return [found[rank, number] for number in range(len(requests))]
+
+
+def _everyones(carrier: Carrier, value: object) -> tuple[list[Any], int]:
+    """What every rank gave, and which rank this is: the one that gave this token."""
+    token = uuid.uuid4().hex
+    said: list[Any] = carrier.exchange((token, value))
+    rank = next(r for r, (other, _) in zip(carrier.ranks, said, strict=True) if other == token)
+    return [given for _, given in said], rank
+
+
+def _request(root: Node, owner: int, names: Mapping[int, Named]) -> Request | None:
+    """The expression as something that can be sent; None if it cannot be."""
+    steps: list[Step | Named] = []
+    index: dict[Node, Ref] = {}
+    givens: list[torch.Tensor] = []
+
+    def name(x: Node | torch.Tensor) -> Ref | Given:
+        if isinstance(x, Node) and not x.done:
+            return index[x]
+        givens.append((x.value if isinstance(x, Node) else x).detach())
+        return Given(len(givens) - 1)
+
+    for node in topological([root]):
+        if node.done:
+            continue
+        index[node] = Ref(len(steps))
+        if node.func is foreign:
+            parameter = node.args[0]
+            if id(parameter) not in names:
+                refuse(parameter, "using it in a loss that does not call its model")
+            steps.append(names[id(parameter)])
+        else:
+            assert node.func is not None
+            node.check_versions()
+            args, kwargs = swap((node.args, node.kwargs), (Node, torch.Tensor), name)
+            steps.append(Step(node.func, args, kwargs, node.context))
+    try:
+        return Request(owner, pickle.dumps(steps), givens)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return None  # a function of the user's own: what it is given is fetched instead
+
+
+def _owner(node: Node) -> int | None:
+    """The one rank that has all parameters of an expression, if no gradient of this rank's own tensors flows through it."""
+    if node.func is foreign:
+        owner: int = node.args[0].epl_owner
+        return owner
+    owners = {_owner(parent) for parent in node.parents if not parent.done}
+    tensors = leaves_of((node.args, node.kwargs), torch.Tensor)
+    if len(owners) != 1 or any(t.requires_grad for t in tensors):
+        return None
+    return owners.pop()
+
+
+@functools.lru_cache(maxsize=256)
+def _program(pickled: bytes) -> list[Step | Named]:
+    found: list[Step | Named] = pickle.loads(pickled)
+    return found
+
+
+def _run(request: Request, carriers: Sequence[Carrier]) -> tuple[torch.Tensor, list[nn.Parameter]]:
+    """The value of a request, on this rank's own parameters, and which they are."""
+    values: list[Any] = []
+    parameters: list[nn.Parameter] = []
+
+    def value(x: Ref | Given) -> Any:
+        return values[x.index] if isinstance(x, Ref) else request.givens[x.index]
+
+    for step in _program(request.program):
+        if isinstance(step, Named):
+            parameter = carriers[step.carrier].parameters[step.name]
+            if isinstance(parameter, ForeignParameter):
+                raise LazyValueError(
+                    f"the parameter {step.name!r} was looked for on rank {request.owner} and is not there"
+                )
+            parameters.append(parameter)
+            values.append(parameter)
+            continue
+        with step.context.restored():
+            args, kwargs = swap((step.args, step.kwargs), (Ref, Given), value)
+            values.append(step.func(*args, **kwargs))
+    return values[-1], list(dict.fromkeys(parameters))
