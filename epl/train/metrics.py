@@ -52,8 +52,8 @@ def global_sum(value: torch.Tensor | float) -> torch.Tensor:
     if job is None:
         return tensor
     share = active_share()
-    if share is not None and share.padded:
-        tensor = torch.zeros_like(tensor)
+    if (share is not None and share.padded) or job.rank not in _order_of_rows(job.world_size):
+        tensor = torch.zeros_like(tensor)  # it only repeats rows of another rank
     return _add_up(tensor, job, "epl.global_sum")
 
 

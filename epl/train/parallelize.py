@@ -15,6 +15,7 @@ from epl.env import Env
 from epl.errors import NotBuiltError, PlanError
 from epl.graph import TaskGraphs, registry, taskgraphs_of
 from epl.plan import ClusterShape, Plan, PlanSettings, make_plan
+from epl.plan.schedule import make_schedule
 from epl.report.log import notice, warn
 from epl.train.arguments import sort_arguments
 from epl.train.effect import settings_without_effect
@@ -43,11 +44,12 @@ def parallelize(
         taskgraphs = taskgraphs_of(model, registry)
         plan = _plan(taskgraphs, env, _batch_size(arguments.loaders))
         _refuse_what_is_not_built(plan)
+        _check_schedule(plan, env.config)
         if env.topology is not None:
             _check_topology(plan, env.topology)
         job.check_same("the plan", plan.to_dict(), "Build and annotate the model alike on every rank.")
         _tell(taskgraphs, plan, env.config)
-        replicas = Replicas(env, model, plan)
+        replicas = Replicas(env, model, plan, taskgraphs)
         env.plan = plan
     replicas.take(arguments, loss_fn)
     everything = (model, *optimizers_and_loaders)
@@ -75,15 +77,24 @@ def _batch_size(loaders: tuple[DataLoader[object], ...]) -> int | None:
 
 
 def _refuse_what_is_not_built(plan: Plan) -> None:
-    missing = plan.needs() - {"data_parallel"}
+    missing = plan.needs() - {"data_parallel", "pipeline", "interleaved", "micro_batches"}
     if missing:
         strategies = ", ".join(f"{t.name}: {t.strategy}" for t in plan.taskgraphs)
         raise NotBuiltError(
             f"this plan needs {', '.join(sorted(missing))}, which this version of epl does not have yet.\n{plan}\n"
             "What works today: data parallelism, one replicate(k) or several on the same devices "
-            "(cluster.colocate_split_and_replicate); accumulation in the loop under epl.no_sync; and pipelines of your own stage "
-            f"functions, epl.forward_backward. Found {strategies}, pipeline.num_micro_batch = {plan.settings.num_micro_batch}. "
-            "Several TaskGraphs also run on one device, without a launcher."
+            "(cluster.colocate_split_and_replicate), pipelines of replicate(1) stages, micro batches, and pipelines of your own stage "
+            f"functions, epl.forward_backward. Found {strategies}. Several TaskGraphs also run on one device, without a launcher."
+        )
+
+
+def _check_schedule(plan: Plan, config: Config) -> None:
+    """A schedule that cannot be is refused now, not in the first step."""
+    if plan.layout == "staged":
+        settings = plan.settings
+        stages = len(plan.taskgraphs)
+        make_schedule(
+            config.pipeline.strategy, stages // settings.num_chunks, settings.num_micro_batch, settings.num_chunks
         )
 
 

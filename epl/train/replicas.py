@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from epl.data import (
 )
 from epl.env import Env
 from epl.errors import PlanError, RanksDisagreeError
+from epl.graph import TaskGraphs
 from epl.parallel import GradientReducer, ReducePolicy, copy_from_first, sync_batch_norm
 from epl.parallel.clip import install_clipping
 from epl.parallel.hook import ModuleHook
@@ -38,6 +39,9 @@ from epl.report.log import notice, warn
 from epl.train.arguments import Arguments
 from epl.train.policy import reduce_policy
 from epl.train.weights import replica_factor, row_factor, within_replica
+
+if TYPE_CHECKING:
+    from epl.train.cut.model import CutModel
 
 _parallelized: list[Replicas] = []  # since epl.init; its close() takes them out
 
@@ -52,11 +56,15 @@ class Replicas:
         False, k > 1     one over the replica's ranks during backward, one over replicas at the step
     """
 
-    def __init__(self, env: Env, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, env: Env, model: nn.Module, plan: Plan, taskgraphs: TaskGraphs) -> None:
         self.model, self.plan, self._env = model, plan, env
         self._job = env.job("epl.parallelize")
-        self._optimizers: list[Optimizer] = []
-        self._outside: list[Named] = []
+        self.optimizers: list[Optimizer] = []
+        """Those given to `parallelize` with this model."""
+        self.outside: list[Named] = []
+        """Trained parameters that are not the model's: of a loss, or of an optimizer only."""
+        self.cut: CutModel | None = None
+        """What stands in for the model's forward, if it runs in stages or micro batches."""
         self._undo: list[Callable[[], None]] = []
         self.reducers: list[GradientReducer] = []
         self._refuse_shared_parameters()
@@ -65,11 +73,17 @@ class Replicas:
         if plan.world_size > 1:
             self._meet_others(model)
             self._make_equal([*model.parameters(), *model.buffers()])
-            self._sync_batch_norm()
-            self.reducers = self._make_reducers()
-            self._undo += [reducer.close for reducer in self.reducers]
+            if plan.layout != "staged":  # else every rank keeps only its part, once it is known which
+                self._sync_batch_norm()
+                self.reducers = self._make_reducers()
+                self._undo += [reducer.close for reducer in self.reducers]
             # Of every optimizer: one that is made later, and never given to parallelize, must not escape.
             self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
+        if plan.layout == "staged" or plan.settings.num_micro_batch > 1:
+            from epl.train.cut.make import cut_model  # it needs this class in turn
+
+            self.cut = cut_model(env, model, taskgraphs, self)
+            self._undo.append(self.cut.close)
         set_file_place(functools.partial(file_place, plan, env))
         self._undo.append(lambda: set_file_place(None))
         env.at_close(self._close)
@@ -95,6 +109,10 @@ class Replicas:
         for loader in arguments.loaders:
             self._take_loader(loader)
 
+    def at_close(self, undo: Callable[[], None]) -> None:
+        """Run `undo` when epl lets go of the model."""
+        self._undo.append(undo)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate."""
@@ -116,6 +134,7 @@ class Replicas:
                     "(nn.ModuleList([a, b])), or call epl.init() to start anew."
                 )
             # An optimizer given along with another model may hold this one's parameters: they are this model's.
+            other.outside = [(name, p) for name, p in other.outside if id(p) not in own]
             for reducer in other.reducers:
                 reducer.drop_parameters(own)
 
@@ -138,7 +157,7 @@ class Replicas:
     def _make_equal(self, tensors: list[torch.Tensor]) -> None:
         assert dist.group.WORLD is not None
         with speaking(self._job, "epl.parallelize"):
-            copy_from_first(tensors, dist.group.WORLD)
+            copy_from_first([t for t in tensors if not t.is_meta], dist.group.WORLD)
 
     def _sync_batch_norm(self) -> None:
         """Batch statistics over all replicas if asked for; over a replica's own ranks always, where they divide its rows."""
@@ -178,7 +197,7 @@ class Replicas:
             factor=factor,
             meet=self._meet,
             guard=self._guard,
-            on_new=self._on_new,
+            on_new=self.on_new,
             **more,
         )
 
@@ -214,7 +233,7 @@ class Replicas:
         taskgraphs = ", ".join(t.name for t in self.plan.taskgraphs)
         return f"{what} of {type(self.model).__name__} (TaskGraph {taskgraphs})"
 
-    def _on_new(self, parameters: list[Named]) -> None:
+    def on_new(self, parameters: list[Named]) -> None:
         """Parameters that turned up after `parallelize` start from rank 0's values like all others."""
         self._job.check_same(
             "parameters added to the model", [name for name, _ in parameters], "Add them on every rank."
@@ -224,23 +243,32 @@ class Replicas:
     # ---- optimizers and loaders --------------------------------------------------------------------------------------
 
     def _take_optimizer(self, optimizer: Optimizer) -> None:
-        if self.plan.world_size == 1 or any(optimizer is known for known in self._optimizers):
+        if self.plan.world_size == 1 or any(optimizer is known for known in self.optimizers):
             return
-        self._optimizers.append(optimizer)
+        self.optimizers.append(optimizer)
         self._adopt_outside(self._unknown_parameters())
-        self._make_state_equal(optimizer)
-        if len(self._optimizers) == 1:
+        if self.cut is None or self.cut.carrier is None:  # of a placed model every rank has the state of its own part
+            self._make_state_equal(optimizer)
+        if len(self.optimizers) == 1:
             self._undo.append(self.model.register_forward_pre_hook(ModuleHook(self._before_forward)).remove)
 
     def _unknown_parameters(self) -> list[Named]:
-        known = {id(p) for r in _parallelized for reducer in r.reducers for _, p in reducer.parameters()}
-        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
-        return [(f"outside.{len(self._outside) + n}", p) for n, p in enumerate(held) if id(p) not in known]
+        known = {id(p) for r in _parallelized for p in r.looked_after()}
+        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return [(f"outside.{len(self.outside) + n}", p) for n, p in enumerate(held) if id(p) not in known]
+
+    def looked_after(self) -> list[nn.Parameter]:
+        """The parameters of the model, of all its stages, and those outside that are trained with it."""
+        if self.plan.layout == "staged" or not self.reducers:
+            return [*self.model.parameters(), *(p for _, p in self.outside)]
+        return [p for reducer in self.reducers for _, p in reducer.parameters()]
 
     def _adopt_outside(self, parameters: list[Named]) -> None:
         """Parameters of a loss, or of an optimizer only: they live on every rank and are reduced like the model's."""
-        if parameters and self.reducers:
-            self._outside += parameters
+        if parameters and self.plan.world_size > 1:
+            self.outside += parameters
+            if not self.reducers:
+                self.on_new(parameters)
             for reducer in self.reducers:
                 reducer.add_parameters(parameters)
 
@@ -260,7 +288,7 @@ class Replicas:
         own = {id(p) for reducer in self.reducers for _, p in reducer.parameters()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             return
-        if active_share() is None:
+        if active_share() is None and self.plan.layout != "staged":  # the ranks of stages tell each other their rows
             notice(
                 "this step's batch did not come from a loader given to epl.parallelize: every rank is taken to have read as "
                 "many rows as the others, and rows of its own"
@@ -283,6 +311,7 @@ class Replicas:
             replica=own.replica,
             parts=own.parts,
             part=own.part,
+            copies=self.plan.devices_per_replica // own.parts,
             num_micro_batch=self.plan.settings.num_micro_batch,
             drop_tail=io.uneven_tail == "drop",
             sliced=io.slicing,

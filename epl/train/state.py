@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,19 +15,25 @@ from epl.errors import StateError, list_problems
 from epl.parallel import copy_from_first
 from epl.train.replicas import Replicas
 
+if TYPE_CHECKING:
+    from epl.train.cut.state import WholeState
+
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state of the whole model under the user's names, on every rank.
 
-    Data parallel every rank holds the whole model, so nothing is sent and `if rank == 0:` around it is fine.
+    Data parallel every rank holds the whole model, so nothing is sent and `if rank == 0:` around it is fine. Of a model in
+    stages the parts come from their ranks: there every rank calls it.
     """
-    return dict(_torch.module_without_compile(model).state_dict())
+    inner = _torch.module_without_compile(model)
+    parts = _parts(inner)
+    return parts.gather() if parts is not None else dict(inner.state_dict())
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor] | None) -> None:
     """Load a whole model's state; afterwards all ranks hold rank 0's. Ranks other than 0 may pass None."""
     inner = _torch.module_without_compile(model)
-    replicas = Replicas.of(model)
+    replicas = Replicas.of(inner)
     alone = replicas is None or replicas.plan.world_size == 1
     problems = _problems(inner, state) if state is not None else []
     if alone and state is None:
@@ -41,11 +48,21 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor] | N
         raise StateError(
             list_problems(f"this state dict does not fit {type(inner).__name__}; nothing was loaded", problems)
         )
+    parts = _parts(inner)
+    if parts is not None:
+        parts.load(state)
+        return
     if state is not None:
         inner.load_state_dict(state)
     if not alone:
         assert dist.group.WORLD is not None
         copy_from_first([*inner.parameters(), *inner.buffers()], dist.group.WORLD)
+
+
+def _parts(model: nn.Module) -> WholeState | None:
+    """Where the parts of the model are, if they are on different ranks by now."""
+    replicas = Replicas.of(model)
+    return replicas.cut.whole_state() if replicas is not None and replicas.cut is not None else None
 
 
 def _problems(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:

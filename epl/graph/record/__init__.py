@@ -1,0 +1,10 @@
+"""A model's forward, written down: whole modules and the glue between them, as torch.fx graphs that can be replayed."""
+
+from __future__ import annotations
+
+from epl.graph.record.call import RecordedCall
+from epl.graph.record.modules import MIXED, Mixed
+from epl.graph.record.recording import Recording
+from epl.graph.record.recordings import Recordings
+
+__all__ = ["MIXED", "Mixed", "RecordedCall", "Recording", "Recordings"]

@@ -1,0 +1,144 @@
+"""One signature of model calls: the forward at the size of the batch and of its micro batches, and what follows from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from epl.errors import RecordingError
+from epl.graph.record.inputs import Inputs
+from epl.graph.record.parts import parts_of
+from epl.graph.record.recording import Recording
+from epl.graph.spec import Spec
+
+
+class RecordedCall:
+    """What all calls with one signature have in common; equal ones differ only in `given`.
+
+    Nodes are those of `whole`; the other sizes have the same ones in the same order.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        by_size: Mapping[int, Recording],
+        rows: int,
+        sizes: tuple[int, ...],
+        is_cut: tuple[bool, ...],
+        probe: Callable[[], tuple[int, Recording] | None],
+    ) -> None:
+        """`probe` records the forward at one more size, if there is no other to compare the whole with."""
+        self.rows, self.sizes, self.is_cut, self.by_size = rows, sizes, is_cut, dict(by_size)
+        self.given: tuple[torch.Tensor, ...] = ()
+        """The numbers drawn at random for this call, for `whole.draws`; the same for all its micro batches."""
+        self.whole = self.by_size[rows]
+        parts = parts_of(self.whole)
+        self.body, self.tail, self.frontier = parts.body, parts.tail, parts.frontier
+        self._inputs = inputs
+        self._place = {node: index for index, node in enumerate(self.whole.nodes)}
+        self._others = {n: recording for n, recording in self.by_size.items() if n != rows}
+        self._probe: Callable[[], tuple[int, Recording] | None] | None = None if self._others else probe
+        self._dependent = self._depending()
+        self._dims: dict[fx.Node, int | None] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RecordedCall) and other.by_size is self.by_size
+
+    def __hash__(self) -> int:
+        return id(self.by_size)
+
+    def with_draws(self, given: Sequence[torch.Tensor]) -> RecordedCall:
+        """The same, for a call that has drawn these numbers."""
+        call = copy.copy(self)
+        call.given = tuple(given)
+        return call
+
+    def spec(self, node: fx.Node) -> Spec:
+        """What is known of a node's value."""
+        spec: Spec | None = node.meta.get("spec")
+        if spec is None:
+            raise RecordingError(
+                f"{describe(node)} is not a single tensor: only tensors can be handed on to another stage"
+            )
+        return spec
+
+    def depends_on_batch(self, node: fx.Node) -> bool:
+        """Whether a node's value follows from inputs that are cut."""
+        return node in self._dependent
+
+    def batch_dim(self, node: fx.Node) -> int | None:
+        """The dim along which a node's value carries the batch; None if its shape does not depend on the batch.
+
+        RecordingError if its shape does, and no single dim is the batch.
+        """
+        if node not in self._dims:
+            self._dims[node] = self._batch_dim(node)
+        return self._dims[node]
+
+    def input_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call's arguments, in the order of the placeholders."""
+        return Inputs(args, kwargs, Spec.of).tensors
+
+    def finish(self, tensors: Sequence[torch.Tensor], frontier: Sequence[torch.Tensor]) -> Any:
+        """What the model returns: the tail, carried out on the inputs and on the values of the frontier.
+
+        Attributes that the forward sets on modules that are glue are set, too.
+        """
+        env = self.whole.feed(tensors, self.given)
+        env.update(zip(self.frontier, frontier, strict=True))
+        self.whole.replay(self.tail, env)
+        for attribute in self.whole.attributes:
+            setattr(attribute.module, attribute.name, attribute.value.rebuild(env))
+        return self.whole.rebuild_outputs(env)
+
+    # ---- what carries the batch --------------------------------------------------------------------------------------
+
+    def _depending(self) -> set[fx.Node]:
+        found = {node for node, cut in zip(self.whole.placeholders, self.is_cut, strict=True) if cut}
+        for node in self.whole.nodes:
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _batch_dim(self, node: fx.Node) -> int | None:
+        whole = self.spec(node).shape
+        if self._probe is not None:
+            probe, self._probe = self._probe(), None
+            self._others = {} if probe is None else dict([probe])
+        if not self._others and self.depends_on_batch(node):
+            raise RecordingError(
+                f"{describe(node)} depends on the batch of {self.rows} rows, and whether it carries it cannot be told: the "
+                "forward fails for any other number of rows"
+            )
+        dims: set[int] = set()
+        for rows, recording in self._others.items():
+            other = recording.nodes[self._place[node]].meta["spec"].shape
+            changed = [d for d in range(len(whole)) if whole[d] != other[d]] if len(whole) == len(other) else []
+            fits = [d for d in changed if whole[d] == self.rows and other[d] == rows]
+            if whole != other and (len(changed) != 1 or fits != changed):
+                raise RecordingError(
+                    f"{describe(node)} has the shape {tuple(whole)} for {self.rows} rows and {tuple(other)} for {rows}: no dim "
+                    "of it is the batch, so its micro batches cannot be joined. Keep the batch as a dim of its own in what "
+                    "goes from one TaskGraph to another and into the loss"
+                )
+            dims.update(changed)
+        if len(dims) > 1:
+            raise RecordingError(
+                f"{describe(node)} of shape {tuple(whole)} carries the batch in another dim at another size"
+            )
+        return next(iter(dims), None)
+
+
+def describe(node: fx.Node) -> str:
+    """How messages speak of a node's value."""
+    where = f" at {node.meta['where']}" if node.meta.get("where") else ""
+    if node.op == "call_module":
+        return f"what the module {node.target} returns{where}"
+    source = node.args[0] if node.args else None
+    if getattr(node.target, "__name__", "").startswith("part") and isinstance(source, fx.Node):
+        return f"a part of {describe(source)}"
+    return f"the value of {getattr(node.target, '__name__', node.target)}{where}"

@@ -1,0 +1,77 @@
+"""Which modules of a model are recorded as a whole, and which are looked into."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Hashable
+from typing import Literal
+
+from torch import nn
+
+from epl import _torch
+from epl.graph.record.key import model_key
+
+
+class Mixed(enum.Enum):
+    """What is said of a module whose parts belong to several TaskGraphs."""
+
+    MIXED = "several TaskGraphs"
+
+
+MIXED: Literal[Mixed.MIXED] = Mixed.MIXED
+TaskGraphOf = Callable[[nn.Module], str | Mixed | None]
+
+
+class Modules:
+    """The leaves of a model and the modules around them.
+
+    A module is a leaf if it is not the model itself and everything in it belongs to one TaskGraph or to none. Torch's loss
+    modules never are: what comes after the last leaf is to be seen.
+    """
+
+    def __init__(self, model: nn.Module, taskgraph_of: TaskGraphOf) -> None:
+        self.model = model
+        self.paths: dict[nn.Module, str | None] = {}
+        """The leaves, with their names."""
+        self.glue: set[nn.Module] = set()
+        """The modules that are looked into."""
+        self._taskgraph_of = taskgraph_of
+        self._owners: dict[nn.Module, str | None] = {}
+        self._opened: set[nn.Module] = set()
+        self._key: Hashable = None
+
+    def taskgraph_of(self, leaf: nn.Module) -> str | None:
+        """The TaskGraph of a leaf."""
+        return self._owners.get(leaf)
+
+    def look_into(self, module: nn.Module) -> None:
+        """From now on this module is no leaf."""
+        self._opened.add(module)
+        self._find()
+
+    def leave_whole(self, module: nn.Module) -> None:
+        """Undo `look_into`."""
+        self._opened.discard(module)
+        self._find()
+
+    def key(self) -> tuple[Hashable, bool]:
+        """What decides what the forward does with given inputs, and whether it is another one than last time."""
+        key = model_key(self.model, self.glue)
+        if key == self._key:
+            return key, False
+        self._find()
+        self._key = model_key(self.model, self.glue)
+        return self._key, True
+
+    def _find(self) -> None:
+        self.paths, self._owners, self.glue = {}, {}, set()
+        for path, module in self.model.named_modules():
+            owner = MIXED if module is self.model or module in self._opened else self._taskgraph_of(module)
+            if not isinstance(owner, Mixed) and not _torch.is_loss(module):
+                self.paths[module], self._owners[module] = path, owner
+        stack = [self.model]
+        while stack:
+            module = stack.pop()
+            if module not in self.glue and module not in self.paths:
+                self.glue.add(module)
+                stack.extend(child for child in module._modules.values() if child is not None)

@@ -1,0 +1,85 @@
+"""Python objects that a forward makes and hands to modules, such as Hugging Face's key-value caches.
+
+An object without tensors of this forward is written down as a node that makes it afresh from its pickle; whoever is given
+the same object later refers to the same node, even though a module has filled it meanwhile: at run time the module fills it
+again. An object around tensors is written down as a node that rebuilds it around theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from epl.cluster.pickling import FAILURES, dump_around_tensors
+from epl.errors import RecordingError
+from epl.graph.record import steps
+from epl.graph.record.where import user_line
+
+_State = tuple[bytes, tuple[int, ...]]
+
+
+@dataclass
+class _Known:
+    thing: Any  # kept: ids are unique only while their owners live
+    node: fx.Node
+    state: _State
+
+
+class Objects:
+    """The objects of one recording, by identity."""
+
+    def __init__(self, model: nn.Module, write: Callable[[Any, tuple[Any, ...]], fx.Node]) -> None:
+        self._model = model
+        self._write = write
+        self._known: dict[int, _Known] = {}
+
+    def is_known(self, thing: Any) -> bool:
+        """Whether a module was given this object."""
+        return id(thing) in self._known
+
+    def argument(self, thing: Any, node_of: Callable[[torch.Tensor], fx.Node]) -> Any:
+        """What stands for an object among the arguments of a node: the node that makes it, or itself if the model owns it."""
+        known = self._known.get(id(thing))
+        if known is None and self._is_owned(thing):
+            return thing
+        data, tensors = dump(thing)
+        state = (data, tuple(map(id, tensors)))
+        if known is not None:
+            if known.state != state:
+                raise RecordingError(
+                    f"the {type(thing).__name__} that is handed on at {user_line()} was changed by the code between two "
+                    "modules that had it: on another stage that change would be lost. Change it inside a module, or hand "
+                    "on tensors"
+                )
+            return known.node
+        pristine = steps.Pristine(type(thing).__name__, data)
+        if tensors:
+            node = self._write(steps.rebuild_object, (pristine, [node_of(t) for t in tensors]))
+        else:
+            node = self._write(steps.make_afresh, (pristine,))
+        self._known[id(thing)] = _Known(thing, node, state)
+        return node
+
+    def module_returned(self) -> None:
+        """Note what the module that just ran has done to its objects."""
+        for known in self._known.values():
+            data, tensors = dump(known.thing)
+            known.state = (data, tuple(map(id, tensors)))
+
+    def _is_owned(self, thing: Any) -> bool:
+        return any(value is thing for module in self._model.modules() for value in module.__dict__.values())
+
+
+def dump(thing: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """An object as a pickle around its tensors; RecordingError if it cannot be."""
+    try:
+        return dump_around_tensors(thing)
+    except FAILURES as error:
+        raise RecordingError(
+            f"a {type(thing).__name__} is handed on at {user_line()} that cannot be copied ({error}): every stage and micro "
+            "batch needs one of its own. Hand on tensors, numbers, containers of them, or objects that can be pickled"
+        ) from error

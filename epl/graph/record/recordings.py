@@ -1,0 +1,97 @@
+"""The recordings of one model, kept per signature: what goes in, and everything that decides what its forward does."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from epl import _torch
+from epl.graph.record.call import RecordedCall
+from epl.graph.record.draws import DrawTree
+from epl.graph.record.fakes import FakeModel
+from epl.graph.record.inputs import Inputs
+from epl.graph.record.leaf import Leaves
+from epl.graph.record.maker import Maker
+from epl.graph.record.modules import Modules, TaskGraphOf
+from epl.graph.record.recorder import NotALeaf
+from epl.graph.record.run import Scopes, Surroundings
+from epl.graph.state import Registry
+from epl.graph.state import registry as the_registry
+
+_SIGNATURES = 256
+"""Kept at most; a run with ever new lengths must not keep them all."""
+
+
+class Recordings:
+    """Gives the recording that fits a call of the model, and makes it if there is none yet."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        taskgraph_of: TaskGraphOf,
+        *,
+        registry: Registry = the_registry,
+        device: torch.device | None = None,
+    ) -> None:
+        """`taskgraph_of`: the TaskGraph that everything in a module belongs to, None if nothing in it is tagged, or MIXED.
+        `device`: where the tensors of a model on the meta device are going to be (the CPU)."""
+        self._modules = Modules(model, taskgraph_of)
+        self._fakes = FakeModel(model, device or torch.device("cpu"))
+        self._leaves = Leaves(self._fakes)
+        surroundings = Surroundings(
+            self._fakes, self._leaves, Scopes(registry), _torch.fake_mode(), self._modules.taskgraph_of
+        )
+        self._maker = Maker(self._modules, surroundings, set())
+        self._cache: OrderedDict[Hashable, DrawTree[RecordedCall]] = OrderedDict()
+
+    def of(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        micro_batches: int,
+        draw_seed: int = 0,
+        widths: Collection[int] = (1,),
+    ) -> RecordedCall:
+        """The recording of `model(*args, **kwargs)`, whole and in micro batches.
+
+        `draw_seed` differs from call to call and is the same on all ranks: single random numbers that the glue draws come
+        from it. `widths`: a stage of width k computes the k-th part of a micro batch, and is recorded at that size too.
+        """
+        inputs = Inputs(args, kwargs, self._fakes.spec_of)
+        model = self._model_key()
+        signature = (inputs.key, micro_batches, tuple(sorted(set(widths))))
+        tree = self._cache.get((model, signature))
+        found = tree.find(draw_seed) if tree is not None else None
+        if found is not None:
+            self._cache.move_to_end((model, signature))
+            call, given = found
+            return call.with_draws(given)
+        inputs.release()
+        while True:
+            try:
+                call, draws = self._maker.make(inputs, (model, inputs.form), draw_seed, micro_batches, widths)
+                break
+            except NotALeaf as found_scope:
+                self._modules.look_into(found_scope.module)
+        # Modules that turned out to be glue have attributes that count.
+        tree = self._cache.setdefault((self._model_key(), signature), DrawTree())
+        tree.add(draws.steps, call)
+        while len(self._cache) > _SIGNATURES:
+            self._cache.popitem(last=False)
+        return call.with_draws(draws.values)
+
+    def forget(self) -> None:
+        """Record everything anew: a module has returned something else than was recorded."""
+        self._cache.clear()
+        self._maker.trusted.clear()
+        self._leaves.forget()
+
+    def _model_key(self) -> Hashable:
+        key, is_new = self._modules.key()
+        if is_new:
+            self._leaves.forget_modules()
+        return key

@@ -1,0 +1,138 @@
+"""One `model(x)` of a cut model: its inputs, cut into micro batches, and how its body runs on the stages of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from epl import _torch
+from epl.errors import UsageError
+from epl.graph.context import Context
+from epl.plan.batch import cut_evenly
+from epl.train.cut.layout import CallLayout, Values
+from epl.train.lazy.node import Node
+from epl.train.lazy.protocol import State
+
+if TYPE_CHECKING:
+    from epl.train.cut.carrier import StageCarrier
+
+
+class ModelCall:
+    """What `epl.train.lazy` needs to know of a call (see its protocol), and what the stages need to run it."""
+
+    def __init__(
+        self,
+        carrier: StageCarrier,
+        layout: CallLayout,
+        inputs: list[torch.Tensor | Node],
+        modules: Sequence[nn.Module],
+        watched: Sequence[torch.Tensor],
+        draws: Sequence[torch.Tensor],
+    ) -> None:
+        self.carrier, self.layout, self.inputs = carrier, layout, inputs
+        self.rows, self.sizes, self.kinds = layout.recorded.rows, layout.recorded.sizes, layout.kinds
+        self.context = Context.now()
+        self.nodes: list[Node] = []
+        self.state: State = "new"
+        self.input_gradients: list[torch.Tensor | None] = []
+        self._draws, self._modules = draws, modules
+        self._training = [m.training for m in modules]
+        watched = [*watched, *(t for t in inputs if isinstance(t, torch.Tensor))]
+        self._versions = [(t, _torch.version_of(t)) for t in watched if not t.is_inference()]
+        self._cuts = cut_evenly(0, self.rows, len(self.sizes))
+        self._leaves: list[torch.Tensor] | None = None
+
+    @property
+    def slots(self) -> int:
+        """The number of micro batches."""
+        return len(self.sizes)
+
+    def check(self) -> None:
+        """Raise if a parameter of this rank or an input was changed in place since `model(x)`."""
+        for tensor, version in self._versions:
+            if _torch.version_of(tensor) != version:
+                raise UsageError(
+                    f"a {tuple(tensor.shape)} parameter or input of the model was changed in place between model(x) and the first "
+                    "use of its output: call backward(), or read the output, before optimizer.step() or other changes"
+                )
+
+    # ---- forward ---------------------------------------------------------------------------------------------------
+
+    def run(self, stage: int, micro_batch: int, incoming: Mapping[int, torch.Tensor]) -> Values:
+        """Carry out what a stage does of one micro batch."""
+        first, end = self._cuts[micro_batch]
+        own = self.carrier.place.lanes.rows(stage, end - first)
+        self.carrier.padded = own.padding
+        start, stop = first + own.start, first + own.stop
+        tensors = [
+            tensor[start:stop] if is_cut else tensor
+            for tensor, is_cut in zip(self._inputs(), self.layout.recorded.is_cut, strict=True)
+        ]
+        now = [m.training for m in self._modules]
+        as_called = now == self._training
+        if not as_called:
+            self._set_training(self._training)
+        # Without grad mode for good reason: an evaluation, or what nobody will differentiate.
+        context = self.context._replace(grad=self.context.grad and torch.is_grad_enabled())
+        try:
+            with context.restored():
+                return self.layout.run(stage, stop - start, tensors, incoming, self._draws)
+        finally:
+            if not as_called:
+                self._set_training(now)
+
+    def _inputs(self) -> list[torch.Tensor]:
+        """The inputs as leaves of their own, so that their gradients are this call's alone."""
+        if self._leaves is None or not torch.is_grad_enabled():
+            real = [t for t in self.inputs if isinstance(t, torch.Tensor)]
+            assert len(real) == len(self.inputs), "lazy inputs are computed before the body runs"
+            grad = torch.is_grad_enabled() and self.context.grad
+            leaves = [t.detach().requires_grad_() if grad and t.requires_grad else t for t in real]
+            if not grad:
+                return leaves
+            self._leaves = leaves
+        return self._leaves
+
+    def _set_training(self, flags: Sequence[bool]) -> None:
+        for module, flag in zip(self._modules, flags, strict=True):
+            module.training = flag
+
+    def join(self, number: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A frontier value of the whole batch from those of the micro batches."""
+        kind = self.kinds[number]
+        if isinstance(kind, int):
+            return torch.cat(list(parts), kind) if len(parts) > 1 else parts[0]
+        if kind == "constant" or len(parts) == 1:
+            return parts[0]
+        weighted = [part * (size / self.rows) for part, size in zip(parts, self.sizes, strict=True)]
+        return torch.stack(weighted).sum(0)
+
+    # ---- backward --------------------------------------------------------------------------------------------------
+
+    def cut_gradients(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What one micro batch gets of the gradients of the whole batch's frontier values."""
+        start, stop = self._cuts[micro_batch]
+        found: list[torch.Tensor | None] = []
+        for kind, gradient in zip(self.kinds, gradients, strict=True):
+            if gradient is None or (kind == "constant" and micro_batch > 0):
+                found.append(None)
+            elif isinstance(kind, int):
+                found.append(gradient.narrow(kind, start, stop - start))
+            else:
+                found.append(gradient if kind == "constant" else gradient * ((stop - start) / self.rows))
+        return found
+
+    def take_input_gradients(self) -> list[torch.Tensor | None]:
+        """What has come back to the inputs on this rank since the last time; zero where nothing has."""
+        found: list[torch.Tensor | None] = []
+        for leaf in self._leaves or self.inputs:
+            assert isinstance(leaf, torch.Tensor)
+            if leaf.requires_grad and self.context.grad:
+                gradient, leaf.grad = leaf.grad, None
+                found.append(torch.zeros_like(leaf) if gradient is None else gradient)
+            else:
+                found.append(None)
+        return found

@@ -1,0 +1,109 @@
+"""Stands in for the forward of a model that is cut: records it, has it placed once, and returns lazy values."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+from torch import nn
+
+from epl.graph.record import RecordedCall, Recordings
+from epl.plan.stages import StageCut
+from epl.train.cut.call import ModelCall
+from epl.train.cut.carrier import StageCarrier
+from epl.train.cut.layout import CallLayout
+from epl.train.cut.state import WholeState
+from epl.train.lazy import ForeignParameter, LazyTensor, node_of, outputs_of, run_forward
+
+_LAYOUTS = 256  # signatures that are kept
+
+
+class Placer(Protocol):
+    """Decides where the parts of a model run, once its first call is recorded, and carries that out on this rank."""
+
+    widths: tuple[int, ...]
+    """Over how many ranks each stage divides a micro batch."""
+
+    def place(self, recorded: RecordedCall) -> tuple[StageCut, StageCarrier]:
+        """The cut of the first recorded call, and what runs calls from now on; all ranks call it together."""
+
+    def cut(self, recorded: RecordedCall) -> StageCut:
+        """The cut of another recording of the placed model."""
+
+    def whole_state(self) -> WholeState | None:
+        """How the whole state is gathered and loaded; None where every rank has all of it."""
+
+
+class CutModel:
+    """One model whose calls give lazy values. `close` gives the model its own forward back."""
+
+    def __init__(self, model: nn.Module, recordings: Recordings, num_micro_batch: int, placer: Placer) -> None:
+        self.model, self._recordings, self._placer = model, recordings, placer
+        self._num_micro_batch = num_micro_batch
+        self.carrier: StageCarrier | None = None
+        self._layouts: dict[RecordedCall, CallLayout] = {}
+        self._calls = 0
+        self._instance_forward = model.__dict__.get("forward")
+        own_forward = model.forward
+        self._recording = False
+
+        @functools.wraps(own_forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return own_forward(*args, **kwargs) if self._recording else self._call(args, kwargs)
+
+        model.forward = forward
+
+    def close(self) -> None:
+        """The model runs as it is again."""
+        del self.model.forward
+        if self._instance_forward is not None:
+            self.model.forward = self._instance_forward
+
+    def whole_state(self) -> WholeState | None:
+        """How the whole state is gathered and loaded, once the model is in parts."""
+        return self._placer.whole_state() if self.carrier is not None else None
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `model(x)` does instead of its forward."""
+        recorded = self._record(args, kwargs)
+        layout = self._layout(recorded)
+        carrier = self.carrier
+        assert carrier is not None
+        tensors = recorded.input_tensors(args, kwargs)
+        call = ModelCall(
+            carrier,
+            layout,
+            [node_of(t) if isinstance(t, LazyTensor) else t for t in tensors],
+            list(self.model.modules()),
+            [p for p in self.model.parameters() if not isinstance(p, ForeignParameter)],
+            recorded.given,
+        )
+        carrier.rows = call.rows
+        call.nodes = outputs_of(call, [recorded.spec(node) for node in recorded.frontier])
+        if not call.context.grad:
+            run_forward(call)  # now: batch norm may learn, and hooks may look on
+        return recorded.finish(tensors, [LazyTensor(node) for node in call.nodes])
+
+    def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
+        self._calls += 1
+        self._recording = True
+        try:
+            return self._recordings.of(
+                args, kwargs, self._num_micro_batch, draw_seed=self._calls, widths=self._placer.widths
+            )
+        finally:
+            self._recording = False
+
+    def _layout(self, recorded: RecordedCall) -> CallLayout:
+        layout = self._layouts.pop(recorded, None)
+        if layout is None:
+            if self.carrier is None:
+                cut, self.carrier = self._placer.place(recorded)
+            else:
+                cut = self._placer.cut(recorded)
+            place = self.carrier.place
+            layout = CallLayout(recorded, cut, place.stages, place.home_stage)
+        self._layouts[recorded] = layout
+        while len(self._layouts) > _LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        return layout

@@ -1,0 +1,62 @@
+"""What the stages of this device compute in one step: the bodies of some model calls, and at home what follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from epl.parallel.pipeline.route import Layout
+from epl.parallel.pipeline.transport import Edge
+from epl.train.cut.call import ModelCall
+
+AtHome = Callable[[int, list[list[torch.Tensor]]], torch.Tensor | None]
+"""(micro batch, the frontier values of each call) → this micro batch's share of a loss, or None."""
+
+
+class Work:
+    """The calls of one step, and what home does with their values."""
+
+    def __init__(self, calls: Sequence[ModelCall], home_stage: int, at_home: AtHome) -> None:
+        self.calls, self._home_stage, self._at_home = calls, home_stage, at_home
+        self.layouts: dict[Edge, tuple[Layout, ...]] = {}
+        """Of every edge, how each of its values carries the batch."""
+        for edge in sorted({edge for call in calls for edge in call.layout.edges}):
+            self.layouts[edge] = tuple(each for call in calls for each in call.layout.layouts.get(edge, ()))
+
+    def forward(
+        self, stage: int, received: Mapping[int, object], micro_batch: int
+    ) -> tuple[dict[int, tuple[torch.Tensor, ...]], torch.Tensor | None]:
+        """What each later stage gets, and the loss where this is its stage."""
+        arrived = {maker: iter(cast("tuple[torch.Tensor, ...]", values)) for maker, values in received.items()}
+        outputs: dict[int, list[torch.Tensor]] = {user: [] for maker, user in self.layouts if maker == stage}
+        frontiers = []
+        for call in self.calls:
+            values = call.run(stage, micro_batch, _incoming(call, stage, arrived))
+            for (maker, user), nodes in call.layout.edges.items():
+                if maker == stage:
+                    outputs[user] += [values[node] for node in nodes]
+            if stage == self._home_stage:
+                frontiers.append([values[node] for node in call.layout.frontier])
+        loss = self._at_home(micro_batch, frontiers) if stage == self._home_stage else None
+        return {user: tuple(made) for user, made in outputs.items()}, loss
+
+
+def _incoming(call: ModelCall, stage: int, arrived: Mapping[int, Iterator[torch.Tensor]]) -> dict[int, torch.Tensor]:
+    return {
+        node: next(arrived[maker])
+        for (maker, user), nodes in call.layout.edges.items()
+        if user == stage
+        for node in nodes
+    }
+
+
+class WorkStage:
+    """One stage of this device, whatever the work of the step is."""
+
+    def __init__(self, index: int, work: Work) -> None:
+        self._index, self._work = index, work
+
+    def forward(self, received: Mapping[int, object], micro_batch: int) -> tuple[Mapping[int, object], object]:
+        return self._work.forward(self._index, received, micro_batch)
