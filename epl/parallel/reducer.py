@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from epl import _torch
@@ -219,7 +220,8 @@ class GradientReducer:
         """Learn of the outermost backward pass: inside reentrant checkpoints parameters only see the inner ones."""
         if torch.is_grad_enabled() and self.policy.when == "backward":
             for value in _torch.tree_leaves(output):
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                # Of a lazy value there is no graph yet; whoever runs it tells us (`accumulate`, `finish`).
+                if isinstance(value, torch.Tensor) and isinstance(value.grad_fn, Node):
                     value.grad_fn.register_prehook(self._on_output_gradient)
 
     def _on_output_gradient(self, gradients: object) -> None:

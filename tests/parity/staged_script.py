@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 import epl
+from epl.plan.batch import cut_evenly
 from tests.parity.compare import Run
 from tests.parity.staged_models import STAGED, groups
 
@@ -80,7 +81,7 @@ def under_epl(case: StagedCase) -> Run:
 
 
 def on_one_device(case: StagedCase) -> Run:
-    """The plain script on the global batch."""
+    """The plain script on the global batch; the loss of each replica's block is its own mean, and they count by their rows."""
     torch.manual_seed(5)
     task = STAGED[case.model]
     model = task.make().double()
@@ -90,7 +91,10 @@ def on_one_device(case: StagedCase) -> Run:
     for _ in range(EPOCHS):
         for batch in loader:
             optimizer.zero_grad()
-            loss = task.loss(model, tuple(batch))
+            rows = len(batch[0])
+            blocks = [(start, stop) for start, stop in cut_evenly(0, rows, case.replicas) if start < stop]
+            parts = [task.loss(model, tuple(t[a:b] for t in batch)) * ((b - a) / rows) for a, b in blocks]
+            loss = torch.stack(parts).sum()
             loss.backward()
             if case.clip:
                 clip_grad_norm_(model.parameters(), MAX_NORM)

@@ -40,7 +40,7 @@ class OneStage:
 
     def __init__(self, job: Job, model: nn.Module, reducers: Sequence[GradientReducer]) -> None:
         self._job, self._model, self._reducers = job, model, reducers
-        self.widths = (1,)
+        self.widths: tuple[int, ...] = (1,)
 
     def place(self, recorded: RecordedCall) -> tuple[StageCut, StageCarrier]:
         peers = RankPeers(self._job, [[rank] for rank in range(self._job.world_size)], home=0)
@@ -52,6 +52,9 @@ class OneStage:
     def cut(self, recorded: RecordedCall) -> StageCut:
         count = len(recorded.by_size[recorded.rows].graph.nodes)
         return StageCut(("model",), dict.fromkeys(range(count), (0,)), {}, {}, {})
+
+    def whole_state(self) -> None:
+        """Every rank has all of it."""
 
 
 class Staged:
