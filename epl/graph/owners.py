@@ -1,4 +1,4 @@
-"""Which TaskGraph a module belongs to with everything in it: what recording asks to find the modules that stay whole."""
+"""Which TaskGraph a module with everything in it, or a parameter, belongs to: what recording and cutting ask."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def owners_of(model: nn.Module, taskgraphs: TaskGraphs) -> TaskGraphOf:
         return next(iter(owners)) if len(owners) == 1 else MIXED
 
     return owner_of
+
+
+def parameter_owners(model: nn.Module, taskgraphs: TaskGraphs) -> dict[str, str | None]:
+    """Every parameter, by its first name, with its TaskGraph; None: it has none by itself."""
+    names = (name for name, _ in model.named_parameters())
+    return {name: None if taskgraphs.implicit else _name(taskgraphs.of_parameter.get(name)) for name in names}
 
 
 def _name(taskgraph: object) -> str | None:

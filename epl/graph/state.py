@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,15 @@ class Registry:
         self.set_default(None)
         self.on_forward_scope = None
         self._begin()
+
+    @contextlib.contextmanager
+    def left_as_it_is(self) -> Iterator[None]:
+        """Inside, TaskGraphs may be opened by a forward that is only looked at; afterwards they are forgotten."""
+        before = list(self._taskgraphs), set(self._marked)
+        try:
+            yield
+        finally:
+            self._taskgraphs, self._marked = before
 
     def refuse_inside_scope(self, call: str) -> None:
         """Raise if a scope is open in this thread."""
