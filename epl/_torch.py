@@ -5,6 +5,7 @@ Nothing else in epl may import an underscored torch name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import CellType
@@ -166,6 +167,17 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def without_fake_mode() -> AbstractContextManager[Any]:
     """Inside, torch calls compute real numbers although a `fake_mode` is on."""
     return unset_fake_temporarily()
+
+
+@contextmanager
+def fake_failures_unsaid() -> Iterator[None]:
+    """Inside, a fake mode does not log the traceback of an operation that has no shape without numbers."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)

@@ -15,7 +15,7 @@ import torch
 def torch_streams_kept() -> Iterator[None]:
     """Afterwards torch's generators stand where they stood."""
     cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -60,30 +60,18 @@ _RANDOM_WORDS = (
     "rand",
     "dropout",
     "bernoulli",
-    "normal",
     "multinomial",
     "uniform",
     "poisson",
     "exponential",
     "geometric",
+    "cauchy",
 )
-_NOT_RANDOM = (
-    "normalize",
-    "norm",
-    "layer_norm",
-    "instance_norm",
-    "batch_norm",
-    "group_norm",
-    "rms_norm",
-    "local_response_norm",
-)
+_RANDOM_NAMES = frozenset({"normal", "normal_", "log_normal_", "rrelu", "rrelu_", "gumbel_softmax"})
+_NOT_RANDOM = frozenset({"poisson_nll_loss"})
 
 
 def is_random(function: Any) -> bool:
     """Whether a torch function draws random numbers; by its name, since torch does not say."""
     name = getattr(function, "__name__", "")
-    return (
-        name not in _NOT_RANDOM
-        and any(word in name for word in _RANDOM_WORDS)
-        or name in ("cauchy_", "log_normal_", "rrelu")
-    )
+    return name in _RANDOM_NAMES or (name not in _NOT_RANDOM and any(word in name for word in _RANDOM_WORDS))

@@ -24,7 +24,7 @@ _SOURCES = frozenset({torch.rand, torch.randn, torch.randint})
 class Ref(NamedTuple):
     """The value of an earlier step."""
 
-    index: int
+    number: int
 
 
 class Step(NamedTuple):
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
     def run(self, values: Sequence[Any], generator: torch.Generator) -> Any:
         """Its value, given those of the steps before."""
-        args, kwargs = swap((self.args, self.kwargs), Ref, lambda ref: values[ref.index])
+        args, kwargs = swap((self.args, self.kwargs), Ref, lambda ref: values[ref.number])
         if self.kind == "draw":
             # On the CPU wherever the forward wants it: generators of different devices give different numbers.
             device = kwargs.pop("device", None)

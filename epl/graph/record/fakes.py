@@ -152,13 +152,13 @@ class FakeModel:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     own = {name: value for name, value in module.__dict__.items() if name not in _TENSOR_DICTS}
-    return own | module.__dict__["_parameters"] | module.__dict__["_buffers"]
+    return {**own, **module.__dict__["_parameters"], **module.__dict__["_buffers"]}
 
 
 def _put_back(container: Any, before: Any) -> None:
-    if len(container) == len(before) and all(map(_is, container, before)):
-        if not isinstance(container, dict) or all(map(_is, container.values(), before.values())):
-            return
+    same = len(container) == len(before) and all(map(_is, container, before))
+    if same and (not isinstance(container, dict) or all(map(_is, container.values(), before.values()))):
+        return
     container.clear()
     if isinstance(container, (dict, set)):
         container.update(before)

@@ -9,6 +9,7 @@ for real      it cannot (it reads numbers, or its shapes depend on them): it run
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class Leaves:
         self._numbers: dict[Hashable, int] = {}
         self._kept: dict[Hashable, _Kept] = {}
         self._rules: dict[Hashable, tuple[Rule, Rebuild]] = {}
+        self._needs_numbers: set[int] = set()
         self._anchor: torch.Tensor | None = None
 
     def forget_modules(self) -> None:
@@ -104,16 +106,20 @@ class Leaves:
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def _run(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        try:
-            return original(module, *args, **kwargs)
-        except Exception:
-            if any(map(hooks.has_hooks, module.modules())):
-                try:
-                    with hooks.left_out(module):
-                        return original(module, *args, **kwargs)
-                except Exception:
-                    pass
+        number = self._number(module)
+        if number is not None and number in self._needs_numbers:
             return self._for_real(module, original, args, kwargs)
+        with _torch.fake_failures_unsaid():
+            try:
+                return original(module, *args, **kwargs)
+            except Exception:
+                if any(map(hooks.has_hooks, module.modules())):
+                    with contextlib.suppress(Exception), hooks.left_out(module):
+                        return original(module, *args, **kwargs)
+        result = self._for_real(module, original, args, kwargs)
+        if number is not None:
+            self._needs_numbers.add(number)
+        return result
 
     def _for_real(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, fill = skeleton((args, kwargs))

@@ -83,3 +83,8 @@ def dump(thing: Any) -> tuple[bytes, list[torch.Tensor]]:
             f"a {type(thing).__name__} is handed on at {user_line()} that cannot be copied ({error}): every stage and micro "
             "batch needs one of its own. Hand on tensors, numbers, containers of them, or objects that can be pickled"
         ) from error
+
+
+def is_cache(thing: Any) -> bool:
+    """Whether it is one of Hugging Face's key-value caches: nobody wants to have those brought together after a call."""
+    return any(base.__name__ == "Cache" for base in type(thing).__mro__)

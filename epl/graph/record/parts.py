@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from epl.graph.record import steps
-from epl.graph.record.recording import Recording
 from epl.graph.record.recorder import KEPT
+from epl.graph.record.recording import Recording
 
 
 @dataclass(frozen=True)

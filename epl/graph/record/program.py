@@ -11,6 +11,7 @@ def program(env):
 from __future__ import annotations
 
 import itertools
+import keyword
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ class Program:
         self._nodes_of_lines: dict[int, fx.Node] = {}
         self._names: dict[str, Any] = {"tensors_of": tensors_of, "checkpoint": checkpoint}
         self._modules, self._held, self._ambient = modules, held, ambient
-        self._flat: set[fx.Node] = set()
+        self._flat: dict[fx.Node, str] = {}
         self._number = {node: i for i, node in enumerate(_with_inputs(nodes))}
         self._write(nodes, keep)
         exec(compile("\n".join([*self._lines, "    return"]), self._file, "exec"), self._names)
@@ -60,56 +61,36 @@ class Program:
     def _blame(self, error: Exception) -> None:
         trace = error.__traceback__
         while trace is not None:
-            node = self._nodes_of_lines.get(trace.tb_lineno)
-            if trace.tb_frame.f_code.co_filename == self._file and node is not None:
-                error.add_note(
-                    f"in {node.target if isinstance(node.target, str) else node.name}, written at {node.meta['where']}"
-                )
+            if trace.tb_frame.f_code.co_filename == self._file:
+                node = self._nodes_of_lines[trace.tb_lineno]
+                name = node.target if isinstance(node.target, str) else node.name
+                error.add_note(f"in {name}, written at {node.meta['where'] or 'an unknown line'}")
             trace = trace.tb_next
 
     # ---- writing the function ----------------------------------------------------------------------------------------
 
     def _write(self, nodes: Sequence[fx.Node], keep: set[fx.Node]) -> None:
-        here = set(nodes)
+        made = {node for node in nodes if not _is_fed(node)}
         last = {value: node for node in nodes for value in node.all_input_nodes}
-        parts = {node.args[0]: node for node in nodes if node.op == "call_function" and node.target is steps.part}
-        for value, node in parts.items():  # the list of a result's tensors lives as long as its parts are taken
-            last[value] = node  # type: ignore[index]
-        context = self._ambient
+        loaded: set[fx.Node] = set()
         for node in nodes:
-            if node.op in ("placeholder", "output") or steps.is_drawn(node):
+            if node not in made:
                 continue
             for value in node.all_input_nodes:
-                if value not in here or value.op == "placeholder" or steps.is_drawn(value):
-                    self._load(value)
-            if node.meta["context"] != context:
-                context = node.meta["context"]
-            indent = "    "
-            if context != self._ambient:
-                self._line(f"    with {self._constant(context)}.restored():", node)
-                indent = "        "
+                if value not in made and value not in loaded:
+                    loaded.add(value)
+                    self._line(f"{self._name(value)} = env[{self._constant(value)}]", node)
+            ambient = node.meta["context"] == self._ambient
+            if not ambient:
+                self._line(f"with {self._constant(node.meta['context'])}.restored():", node)
             for line in self._call(node):
-                self._line(indent + line, node)
-            v = self._name(node)
+                self._line(line if ambient else f"    {line}", node)
             if node in keep:
-                self._line(f"    env[{self._constant(node)}] = {v}", node)
-            done = [value for value in node.all_input_nodes if last[value] is node]
-            if node not in last:
-                done.append(node)
-            dead = [self._name(value) for value in done] + [f"t{self._number[v]}" for v in done if v in self._flat]
+                self._line(f"env[{self._constant(node)}] = {self._name(node)}", node)
+            done = [value for value in node.all_input_nodes if last[value] is node] + [node] * (node not in last)
+            dead = [self._name(value) for value in done] + [self._flat[value] for value in done if value in self._flat]
             if dead:
-                self._line("    del " + ", ".join(dead), node)
-                for value in done:
-                    self._loaded.discard(value)
-
-    _loaded: set[fx.Node]
-
-    def _load(self, value: fx.Node) -> None:
-        if not hasattr(self, "_loaded"):
-            self._loaded = set()
-        if value not in self._loaded:
-            self._loaded.add(value)
-            self._line(f"    {self._name(value)} = env[{self._constant(value)}]", value)
+                self._line(f"del {', '.join(dead)}", node)
 
     def _call(self, node: fx.Node) -> list[str]:
         v = self._name(node)
@@ -126,16 +107,15 @@ class Program:
         if node.target is steps.part:
             source, index = node.args
             assert isinstance(source, fx.Node)
-            flat = f"t{self._number[source]}"
-            lines = [] if source in self._flat else [f"{flat} = tensors_of({self._name(source)})"]
-            self._flat.add(source)
-            return [*lines, f"{v} = {flat}[{index}]"]
+            if source in self._flat:
+                return [f"{v} = {self._flat[source]}[{index}]"]
+            flat = self._flat[source] = f"t{self._number[source]}"
+            return [f"{flat} = tensors_of({self._name(source)})", f"{v} = {flat}[{index}]"]
         return [f"{v} = {self._constant(node.target)}({self._arguments(node)})"]
 
     def _arguments(self, node: fx.Node, *more: str) -> str:
         words = [self._expression(each) for each in node.args]
-        names = all(name.isidentifier() for name in node.kwargs)
-        if names:
+        if all(name.isidentifier() and not keyword.iskeyword(name) for name in node.kwargs):
             words += [f"{name}={self._expression(each)}" for name, each in node.kwargs.items()]
         else:
             words.append(f"**{self._expression(dict(node.kwargs))}")
@@ -165,8 +145,12 @@ class Program:
         return name
 
     def _line(self, line: str, node: fx.Node) -> None:
-        self._lines.append(line)
+        self._lines.append(f"    {line}")
         self._nodes_of_lines[len(self._lines)] = node
+
+
+def _is_fed(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or steps.is_drawn(node)
 
 
 def _with_inputs(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
