@@ -77,13 +77,13 @@ def _batch_size(loaders: tuple[DataLoader[object], ...]) -> int | None:
 
 
 def _refuse_what_is_not_built(plan: Plan) -> None:
-    missing = plan.needs() - {"data_parallel", "pipeline", "interleaved", "micro_batches"}
+    missing = plan.needs() - {"data_parallel", "pipeline", "interleaved", "wide_stage", "micro_batches"}
     if missing:
         strategies = ", ".join(f"{t.name}: {t.strategy}" for t in plan.taskgraphs)
         raise NotBuiltError(
             f"this plan needs {', '.join(sorted(missing))}, which this version of epl does not have yet.\n{plan}\n"
             "What works today: data parallelism, one replicate(k) or several on the same devices "
-            "(cluster.colocate_split_and_replicate), pipelines of replicate(1) stages, micro batches, and pipelines of your own stage "
+            "(cluster.colocate_split_and_replicate), pipelines of replicate(k) stages, micro batches, and pipelines of your own stage "
             f"functions, epl.forward_backward. Found {strategies}. Several TaskGraphs also run on one device, without a launcher."
         )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from epl.train.lazy.node import Node, reached_by_gradient, topological
+from epl.train.lazy.node import Node, foreign, reached_by_gradient, topological
 from epl.train.lazy.outer import leaves_behind, outer_tensors, pack, packed_specs, unpack, without_hooks
 from epl.train.lazy.program import depends_on
 from epl.train.lazy.terms import Terms, differentiate_at_owners
@@ -111,7 +111,8 @@ class Pass:
             for call in calls:
                 call.state = "done"
             for node in reached:
-                node.spend()
+                if node.func is not foreign:  # another rank's parameter is there for the next step as well
+                    node.spend()
 
     def _taken(self, node: Node) -> torch.Tensor | None:
         if node.leaf is None:
