@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from epl.train.lazy.node import Node, foreign, name_of
 from epl.train.lazy.tensor import LazyTensor, answer
 
 _LOADING = nn.Module._load_from_state_dict.__code__
+_APPLYING = nn.Module._apply.__code__
 
 
 class ForeignParameter(nn.Parameter):
@@ -112,16 +114,22 @@ def refuse_foreign(node: Node, doing: str) -> None:
 # ---- calls that mean something else for a foreign parameter itself --------------------------------------------------
 
 
-def _copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Loading a whole state dict on every rank: each takes its part, and this is another's."""
+def _is_called_by(code: CodeType) -> bool:
     frame = sys._getframe(1)
-    for _ in range(8):
-        if frame.f_code is _LOADING:
-            return args[0]
+    for _ in range(12):
+        if frame.f_code is code:
+            return True
         if frame.f_back is None:
             break
         frame = frame.f_back
-    refuse(args[0], name_of(func))
+    return False
+
+
+def _copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Loading a whole state dict on every rank: each takes its part, and this is another's."""
+    if not _is_called_by(_LOADING):
+        refuse(args[0], name_of(func))
+    return args[0]
 
 
 def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,17 +141,29 @@ def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`model.to(device)` and its like change nothing if it is there already."""
+    """`model.to(…)` on every rank: the owner converts the numbers, here the place changes its dtype."""
     parameter = args[0]
     with _torch.no_tensor_subclass():
         converted = func(parameter.detach(), *args[1:], **kwargs)
         same = converted.dtype == parameter.dtype and converted.device == parameter.device
-    return parameter if same else answer(func, args, kwargs)
+    if same:
+        return parameter
+    if not _is_called_by(_APPLYING):
+        return answer(func, args, kwargs)
+    if converted.device != parameter.device:
+        refuse(parameter, f"moving it to {converted.device} (move the model before epl.parallelize)")
+    return converted
 
 
 def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if args[1] is not args[0]:
-        refuse(args[0], "setting its data")
+    parameter, data = args
+    if data is parameter:
+        return
+    if not _is_called_by(_APPLYING):
+        refuse(parameter, "setting its data")
+    with _torch.no_tensor_subclass():
+        func(parameter, data[(slice(0, 1),) * data.dim()].clone().expand(data.shape))
+        parameter.epl_node.spec = Spec.of(parameter)
 
 
 _SPECIAL: dict[Callable[..., Any], Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {

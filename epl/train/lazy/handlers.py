@@ -162,6 +162,8 @@ def _on_hook(func: Function, args: Args, kwargs: Named) -> Any:
         return func(node.value, *args[1:], **kwargs)
     if not node.requires_grad:
         raise LazyValueError("cannot register a hook on a tensor that doesn't require gradient")
+    if func is torch.Tensor.register_post_accumulate_grad_hook:
+        raise LazyValueError("post accumulate grad hooks cannot be registered on non-leaf tensors")
     if func is torch.Tensor.register_hook:
         return HookHandle(node, *args[1:], **kwargs)
     node.hooks.append(torch.Tensor.retain_grad)
@@ -268,13 +270,14 @@ def install() -> None:
     for space, names, handler in (
         (torch.Tensor, _QUESTIONS, _on_metadata),
         (torch, "is_floating_point is_complex numel is_same_size is_signed is_inference", _on_metadata),
+        (torch, "_has_compatible_shallow_copy_type", _on_metadata),
         (torch.Tensor, _READS, run_on_numbers),
         (torch, "is_nonzero equal allclose", run_on_numbers),
         (torch.Tensor, "equal allclose", run_on_numbers),
         (torch.Tensor, _REAL, _on_real),
-        (torch.Tensor, "register_hook retain_grad", _on_hook),
+        (torch.Tensor, "register_hook register_post_accumulate_grad_hook retain_grad", _on_hook),
         (torch, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like", _on_like),
-        (torch.Tensor, "new_zeros new_ones new_empty new_full new_tensor", _on_like),
+        (torch.Tensor, "new new_zeros new_ones new_empty new_full new_tensor", _on_like),
     ):
         for name in names.split():
             if hasattr(space, name):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import enable_reentrant_dispatch
 
 from epl import _torch
 from epl.errors import LazyValueError
@@ -72,6 +73,18 @@ def run_for_real(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], 
     else:
         values = dict(zip(map(id, lazy), read(nodes, doing), strict=True))
     args, kwargs = swap((args, kwargs), LAZY, lambda t: values[id(t)])
+    return func(*args, **kwargs)
+
+
+def run_below(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation was reached below torch functions, where autograd is done already: it runs on numbers, and what arrives at
+    the lazy tensors, leaves to autograd, goes on from their values."""
+    doing = "code below torch functions (vmap, TorchScript, torch.tensor)"
+    lazy = leaves_of((args, kwargs), LAZY)
+    with enable_reentrant_dispatch():
+        bring_everywhere([n for t in lazy if (n := node_of(t)).requires_grad and not n.spent], doing)
+        values = dict(zip(map(id, lazy), read([node_of(t) for t in lazy], doing), strict=True))
+    args, kwargs = swap((args, kwargs), LAZY, lambda t: values[id(t)].detach())
     return func(*args, **kwargs)
 
 

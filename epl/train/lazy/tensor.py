@@ -46,13 +46,13 @@ class LazyTensor(torch.Tensor):
     ) -> Any:
         # Reached only by code that goes round __torch_function__ (torch.tensor(lazy), vmap, TorchScript). Autograd has already
         # taken the wrapper for a leaf, so what arrives at that leaf is handed on to the value behind it.
-        from epl.train.lazy.record import run_for_real
+        from epl.train.lazy.record import run_below
 
         for tensor in leaves_of((args, kwargs or {}), LazyTensor):
             with _torch.no_tensor_subclass():
                 if tensor.requires_grad and not hasattr(tensor, "epl_delivers"):
                     tensor.epl_delivers = tensor.register_post_accumulate_grad_hook(_deliver)
-        return run_for_real(func, args, kwargs or {}, "code below torch functions (vmap, TorchScript, torch.tensor)")
+        return run_below(func, args, kwargs or {})
 
 
 def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

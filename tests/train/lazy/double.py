@@ -195,7 +195,7 @@ class DoubleCarrier:
                 for theirs in said:
                     assert isinstance(theirs, dict)
                     for name, parameter in theirs.items():
-                        real[name].data.copy_(parameter)
+                        real[name].data = parameter.detach().clone()
                         real[name].requires_grad_(parameter.requires_grad)
 
     def forward_all(self, call: Any, keep: bool) -> list[torch.Tensor] | None:
@@ -335,7 +335,8 @@ class Double:
         flags = tuple(m.training for m in self.model.modules()), tuple(p.requires_grad for p in parameters)
         key = (tuple(specs), tree, rows, Context.now(), flags)
         if key not in self._kinds:
-            model = copy.deepcopy(self.carrier.engine).train(self.model.training)
+            with torch.inference_mode(False):
+                model = copy.deepcopy(self.carrier.engine).train(self.model.training)
             for real, parameter in zip(model.parameters(), parameters, strict=True):
                 real.requires_grad_(parameter.requires_grad)
             outs = []
