@@ -19,8 +19,10 @@ Rooms, from the bottom up; each knows only those above it in this list:
 from epl import data, errors, parallel
 from epl.config import Config
 from epl.env import Env, init, setup_process_groups
+from epl.graph.collections import GraphKeys
 from epl.parallel import clip_grad_norm_
 from epl.strategy import annotate, replicate, set_default_strategy, split, taskgraphs
+from epl.train.collected import add_to_collection, get_collection
 from epl.train.forward_backward import forward_backward, forward_eval
 from epl.train.metrics import gather_for_metrics, global_mean, global_sum, no_sync, num_replicas
 from epl.train.parallelize import parallelize
@@ -31,6 +33,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "Env",
+    "GraphKeys",
+    "add_to_collection",
     "annotate",
     "clip_grad_norm_",
     "data",
@@ -39,6 +43,7 @@ __all__ = [
     "forward_eval",
     "full_state_dict",
     "gather_for_metrics",
+    "get_collection",
     "global_mean",
     "global_sum",
     "init",

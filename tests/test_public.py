@@ -12,6 +12,8 @@ def test_public_names():
     assert sorted(epl.__all__) == [
         "Config",
         "Env",
+        "GraphKeys",
+        "add_to_collection",
         "annotate",
         "clip_grad_norm_",
         "data",
@@ -20,6 +22,7 @@ def test_public_names():
         "forward_eval",
         "full_state_dict",
         "gather_for_metrics",
+        "get_collection",
         "global_mean",
         "global_sum",
         "init",

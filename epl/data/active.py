@@ -33,7 +33,7 @@ class ActiveBatches:
     def __init__(self) -> None:
         self._clock = itertools.count()
         self._running: list[Running] = []
-        self._dropped: BatchShare | None = None
+        self._dropped: Running | None = None
 
     def start(self) -> Running:
         """A new iterator begins; it counts from its first batch on."""
@@ -54,11 +54,20 @@ class ActiveBatches:
             return
         self._running.remove(running)
         if not self._running:
-            self._dropped = None if exhausted else running.share
+            self._dropped = None if exhausted else running
 
     def share(self) -> BatchShare | None:
         """The division of the batch in force."""
-        return self._running[-1].share if self._running else self._dropped
+        running = self._in_force()
+        return running.share if running is not None else None
+
+    def number(self) -> int:
+        """A number that the batch in force has alone; -1 without one."""
+        running = self._in_force()
+        return running.last if running is not None else -1
+
+    def _in_force(self) -> Running | None:
+        return self._running[-1] if self._running else self._dropped
 
     def disagreeing(self) -> tuple[BatchShare, ...]:
         """The divisions of the batches of this step (loaders that are zipped), if they are not all the same."""

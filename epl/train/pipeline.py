@@ -12,12 +12,14 @@ from epl.cluster.communication import Job
 from epl.cluster.topology import Topology
 from epl.env import Env, setup_process_groups
 from epl.errors import PlanError, UsageError
+from epl.graph.collections import CollectingCall
 from epl.parallel.pipeline.executor import Program
 from epl.parallel.pipeline.parcel import Form, put_together, take_apart
 from epl.parallel.pipeline.stage import Backward
 from epl.plan.batch import cut_evenly
 from epl.plan.schedule import Schedule, check, forward_only, make_schedule
 from epl.report.log import notice
+from epl.train.collected import collecting
 from epl.train.micro import count_rows, cut_batch
 from epl.train.place import PipelinePlace
 from epl.train.policy import reduce_policy
@@ -35,11 +37,16 @@ class ChainStage:
         self._index, self._last = index, last
         self.function: Forward = lambda received: received
         self.micro_batches: Sequence[tuple[object, ...]] = ()
+        self.rows: Sequence[tuple[int, int]] = ()
+        """Of every micro batch: where they begin and end in the batch."""
+        self.collecting: CollectingCall
         self.results: dict[int, object] | None = None
         """In an evaluation, by micro batch what the last stage returned."""
 
     def forward(self, received: Mapping[int, object], micro_batch: int) -> tuple[Mapping[int, object], object]:
-        result = self.function(received.get(self._index - 1), *self.micro_batches[micro_batch])
+        start, stop = self.rows[micro_batch]
+        with self.collecting.micro_batch(self._index, start, stop - start):
+            result = self.function(received.get(self._index - 1), *self.micro_batches[micro_batch])
         if not self._last:
             return {self._index + 1: result}, None
         if self.results is not None:
@@ -103,7 +110,7 @@ class Pipeline:
         pieces, sizes, union = self._agree("epl.forward_backward", batch, words)
         self._need_modules(bool(union & _NO_MODULE))
         setup = self._set_up(modules, backward) if union & _NEW or known is None else known
-        self._give_work(functions, pieces, evaluates=False)
+        self._give_work(functions, pieces, sizes, evaluates=False)
         setup.before_step()
         setup.trainer.record = self.events is not None
         with torch.enable_grad():
@@ -116,9 +123,9 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, functions: Sequence[Forward], batch: Sequence[object]) -> list[object]:
         """What the last stage returned for each micro batch, on every rank."""
-        pieces, _, union = self._agree("epl.forward_eval", batch, (not self._setups) * _NEW)
+        pieces, sizes, union = self._agree("epl.forward_eval", batch, (not self._setups) * _NEW)
         setup = self._set_up([], None) if union & _NEW else self._setups[-1]
-        self._give_work(functions, pieces, evaluates=True)
+        self._give_work(functions, pieces, sizes, evaluates=True)
         setup.evaluator.run(self._program(len(pieces), trains=False), [])
         results = (self.programs[self.num_stages - 1].results or {}) if self.place.has_last_stage else {}
         return [self._share(results.get(number)) for number in range(len(pieces))]
@@ -141,9 +148,13 @@ class Pipeline:
         sizes = [stop - start for start, stop in cut_evenly(0, own, number)]
         return cut_batch(batch, own, number), sizes, said.union & (1 << _ROWS) - 1
 
-    def _give_work(self, functions: Sequence[Forward], pieces: list[tuple[object, ...]], *, evaluates: bool) -> None:
+    def _give_work(
+        self, functions: Sequence[Forward], pieces: list[tuple[object, ...]], sizes: Sequence[int], *, evaluates: bool
+    ) -> None:
+        call, rows = collecting(sum(sizes)), cut_evenly(0, sum(sizes), len(sizes))
         for (_, program), function in zip(sorted(self.programs.items()), functions, strict=True):
             program.function, program.micro_batches = function, pieces
+            program.collecting, program.rows = call, rows
             program.results = {} if evaluates else None
 
     @functools.cache  # noqa: B019 - lives as long as the pipeline, of which there is one

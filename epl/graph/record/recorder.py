@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from epl import _torch
 from epl.errors import RecordingError
+from epl.graph.collections import Again, GraphKeys, overheard
 from epl.graph.record import steps
 from epl.graph.record.chance import is_random
 from epl.graph.record.draws import Draws
@@ -27,12 +28,23 @@ from epl.graph.record.tree import children_of, skeleton, tensors_of
 from epl.graph.record.where import inside_checkpoint, user_line
 from epl.graph.record.writer import Writer
 
-KEPT = frozenset({"register_hook", "retain_grad", "requires_grad_", "detach_", "__set__", "set_", "resize_"})
-"""Torch calls that do something which neither a result nor a version counter shows."""
+KEPT = frozenset({"register_hook", "retain_grad", "requires_grad_", "detach_", "__set__", "set_", "resize_", "collect"})
+"""Calls of torch's, and one of ours, that do something which neither a result nor a version counter shows."""
 
 _READS = frozenset(
-    "item tolist numpy __array__ __bool__ __int__ __float__ __complex__ __index__ __contains__ __format__ is_nonzero equal "
-    "allclose data_ptr __dlpack__".split()
+    {
+        "item",
+        "tolist",
+        "numpy",
+        "__array__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__complex__",
+        "__index__",
+        "__contains__",
+    }
+    | {"__format__", "is_nonzero", "equal", "allclose", "data_ptr", "__dlpack__"}
 )
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
@@ -79,9 +91,9 @@ class Recorder(TorchFunctionMode):
                 return original(module, *args, **kwargs)
             return self._module(original, module, args, kwargs)
 
-        nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+        nn.Module.__call__ = call  # type: ignore[method-assign]
         try:
-            with _torch.function_applications(self._function), self:
+            with _torch.function_applications(self._function), overheard(self._collect), self:
                 yield
         finally:
             if nn.Module.__call__ is call:
@@ -214,6 +226,13 @@ class Recorder(TorchFunctionMode):
             self.refuse(f"the forward of the autograd function {owner.__qualname__} needs the values of its arguments")
         self.writer.result(node, result, inputs, versions)
         return result
+
+    # ---- collections -------------------------------------------------------------------------------------------------
+
+    def _collect(self, again: Again, value: torch.Tensor, key: GraphKeys) -> None:
+        """The glue adds a value to a collection; what a module that runs as a whole adds, it adds whenever it runs."""
+        if not self._deaf and threading.get_ident() == self._thread:
+            self.writer.write("call_function", again, (self.writer.node_of(self.writer.fake_of(value)), key))
 
     @contextlib.contextmanager
     def _not_listening(self) -> Iterator[None]:

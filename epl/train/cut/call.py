@@ -12,6 +12,7 @@ from epl import _torch
 from epl.errors import UsageError
 from epl.graph.context import Context
 from epl.plan.batch import cut_evenly
+from epl.train.collected import collecting
 from epl.train.cut.layout import CallLayout, Values
 from epl.train.lazy.node import Node
 from epl.train.lazy.protocol import State
@@ -44,6 +45,7 @@ class ModelCall:
         self._versions = [(t, _torch.version_of(t)) for t in watched if not t.is_inference()]
         self._cuts = cut_evenly(0, self.rows, len(self.sizes))
         self._leaves: list[torch.Tensor] | None = None
+        self._collecting = collecting(self.rows)
 
     @property
     def slots(self) -> int:
@@ -78,7 +80,7 @@ class ModelCall:
         # Without grad mode for good reason: an evaluation, or what nobody will differentiate.
         context = self.context._replace(grad=self.context.grad and torch.is_grad_enabled())
         try:
-            with context.restored():
+            with context.restored(), self._collecting.micro_batch(stage, start, stop - start, padded=own.padding):
                 return self.layout.run(stage, stop - start, tensors, incoming, self._draws)
         finally:
             if not as_called:
