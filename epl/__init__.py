@@ -23,6 +23,7 @@ from epl.graph.collections import GraphKeys
 from epl.parallel import clip_grad_norm_
 from epl.strategy import annotate, replicate, set_default_strategy, split, taskgraphs
 from epl.train.collected import add_to_collection, get_collection
+from epl.train.foresee import plan  # also the name of a room: `from epl.plan import …` still finds that one
 from epl.train.forward_backward import forward_backward, forward_eval
 from epl.train.metrics import gather_for_metrics, global_mean, global_sum, no_sync, num_replicas
 from epl.train.parallelize import parallelize
@@ -52,6 +53,7 @@ __all__ = [
     "num_replicas",
     "parallel",
     "parallelize",
+    "plan",
     "record_trace",
     "replicate",
     "set_default_strategy",

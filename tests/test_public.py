@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pickle
 
 import epl
 from epl import errors
@@ -31,6 +33,7 @@ def test_public_names():
         "num_replicas",
         "parallel",
         "parallelize",
+        "plan",
         "record_trace",
         "replicate",
         "set_default_strategy",
@@ -49,6 +52,19 @@ def test_the_manuals_signatures():
     assert list(inspect.signature(epl.split).parameters) == ["device_count", "name"]
     assert list(inspect.signature(epl.set_default_strategy).parameters) == ["strategy"]
     assert list(inspect.signature(epl.parallelize).parameters) == ["model", "optimizers_and_loaders", "loss_fn"]
+
+
+def test_plan_is_a_function_and_a_room():
+    """The function is bound after the room was first imported; further imports of the room do not bind the name anew."""
+    from epl.plan import make_plan
+
+    room = importlib.import_module("epl.plan")
+    for name in ("auto", "schedule.simulation"):
+        importlib.import_module(f"epl.plan.{name}")
+    assert room.make_plan is make_plan
+    assert inspect.isfunction(epl.plan)
+    made = make_plan([room.TaskGraphSpec("model", "replicate")], room.ClusterShape.of(1, 2), room.PlanSettings())
+    assert pickle.loads(pickle.dumps(made)) == made
 
 
 def test_the_error_tree_is_drawn_as_it_is():

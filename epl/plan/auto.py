@@ -55,9 +55,9 @@ def cut_parts(
     """
     if not 1 <= num_stages <= len(parts):
         raise PlanError(
-            f"automatic stages: pipeline.num_stages = {num_stages}, and the model has {len(parts)} parts that can be stages "
+            f"automatic stages: {num_stages} stages are asked for, and the model has {len(parts)} parts that can be stages "
             f"({compact_names([part.name for part in parts])}): every stage needs at least one. "
-            f"Set pipeline.num_stages to 1-{len(parts)}, or annotate smaller parts yourself"
+            f"Set pipeline.num_stages (times pipeline.num_chunks) to 1-{len(parts)}, or annotate smaller parts yourself"
             if parts
             else "automatic stages: the forward of the model calls no module, so there is nothing to cut: "
             "annotate the model with scopes inside its forward"

@@ -120,8 +120,8 @@ class _Foreseen:
         names = [spec.name for spec in specs]
         cut = cut_stages(nodes, taskgraphs=names, parameters=owners, home=wanted_at_home(recorded))
         costs = leaf_costs(recorded, self._model, settings.num_micro_batch, self._device)
-        ordered = made.in_order(cut.order)
-        return ordered.with_stages(_on_each_device(stage_plans(recorded, self._model, cut, costs), ordered))
+        made = _with_rows(made, recorded.rows).in_order(cut.order)
+        return made.with_stages(_on_each_device(stage_plans(recorded, self._model, cut, costs), made))
 
     def automatic(self, made: Plan) -> Plan:
         """The plan with stages that epl chooses."""
@@ -134,26 +134,25 @@ class _Foreseen:
         owners = chosen.owners(self._model)
         cut = cut_stages(nodes, taskgraphs=names, parameters=owners, home=wanted_at_home(recorded))
         stages = stage_plans(recorded, self._model, cut, costs)
-        return made.with_stages(stages, "\n".join([chosen.cut.reason, *crossings(made)]))
+        return _with_rows(made, recorded.rows).with_stages(stages, "\n".join([chosen.cut.reason, *crossings(made)]))
 
     def _record(self, leaf_of: TaskGraphOf) -> RecordedCall:
         return Recordings(self._model, leaf_of, device=self._device).of(self._args, self._kwargs, 1)
 
 
 def crossings(made: Plan) -> list[str]:
-    """Where a replica's stages go from one node to another, in words: they need nothing more than their order."""
+    """What is to be said if the stages of a replica are on several nodes."""
     node = made.cluster.node_of_rank
-    first = [t.devices[0] for t in made.taskgraphs]
     found = [
         f"{before.name} and {after.name}"
-        for (before, after), (left, right) in zip(pairwise(made.taskgraphs), pairwise(first), strict=True)
-        if {node[rank] for rank in left} != {node[rank] for rank in right}
+        for before, after in pairwise(made.taskgraphs)
+        if any(
+            {node[rank] for rank in left} != {node[rank] for rank in right}
+            for left, right in zip(before.devices, after.devices, strict=True)
+        )
     ]
-    if not found:
-        return []
-    return [
-        f"between {', '.join(found)} values go from one node to another; all other traffic of a replica stays in one"
-    ]
+    text = f"stages span nodes: values cross between {', '.join(found)}. That takes nothing more than their order"
+    return [text] if found else []
 
 
 def _with_forward_scopes(specs: Sequence[TaskGraphSpec], executed: Sequence[str | None]) -> tuple[TaskGraphSpec, ...]:
@@ -162,6 +161,13 @@ def _with_forward_scopes(specs: Sequence[TaskGraphSpec], executed: Sequence[str 
     opened = {t.name: TaskGraphSpec(t.name, t.kind, t.device_count) for t in registry.taskgraphs}
     new = dict.fromkeys(name for name in executed if name is not None and name not in known)
     return (*specs, *(opened[name] for name in new))
+
+
+def _with_rows(made: Plan, rows: int) -> Plan:
+    """The plan for a batch of so many rows, if they make equal micro batches."""
+    micro_batch, rest = divmod(rows, made.settings.num_micro_batch)
+    known = micro_batch if micro_batch and not rest else None
+    return replace(made, settings=replace(made.settings, micro_batch=known))
 
 
 def _on_each_device(stages: Sequence[StagePlan], made: Plan) -> list[StagePlan]:

@@ -60,7 +60,7 @@ def test_no_other_cut_is_better(parts: list[Part], data: st.DataObject) -> None:
 def test_any_number_of_equal_layers_for_any_number_of_stages(layers: int, num_stages: int) -> None:
     parts = [Part(f"layers.{i}", 1.0, {f"w{i}": 100}, 1) for i in range(layers)]
     if layers < num_stages:
-        with pytest.raises(PlanError, match=rf"num_stages = {num_stages}, and the model has {layers} parts"):
+        with pytest.raises(PlanError, match=rf"{num_stages} stages are asked for, and the model has {layers} parts"):
             cut_parts(parts, num_stages)
         return
     cut = cut_parts(parts, num_stages)
