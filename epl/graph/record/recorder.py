@@ -126,6 +126,12 @@ class Recorder(TorchFunctionMode):
             self.writer.bind(result, node)
             return result
         touched = [t for t, before in zip(inputs, versions, strict=True) if _torch.version_of(t) != before]
+        if not touched and not func.__name__.endswith("_") and any(map(self.writer.is_bound, made)):
+            # contiguous, to, dropout and their like return what they were given where nothing is to be done: at another size
+            # there may be, and all sizes must have the same nodes.
+            with self._not_listening():
+                result = self._own(result, inputs, versions)
+            made = tensors_of(result)
         if touched or func.__name__ in KEPT or not all(map(self.writer.is_bound, made)):
             if self.draws.knows(inputs) and isinstance(result, torch.Tensor) and not touched:
                 self.draws.compute(result, func, args, kwargs)
