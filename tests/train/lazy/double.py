@@ -7,6 +7,7 @@ loop that seeds and draws sees what it would see in a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -335,17 +336,23 @@ class Double:
         flags = tuple(m.training for m in self.model.modules()), tuple(p.requires_grad for p in parameters)
         key = (tuple(specs), tree, rows, Context.now(), flags)
         if key not in self._kinds:
+            autocast = torch.is_autocast_enabled("cpu")
+            device = "cpu" if autocast else "meta"  # faster; but autocast does not know it
             with torch.inference_mode(False):
-                model = copy.deepcopy(self.carrier.engine).train(self.model.training)
+                model = copy.deepcopy(self.carrier.engine).to(device).train(self.model.training)
             for real, parameter in zip(model.parameters(), parameters, strict=True):
+                real.data = real.data.to(parameter.dtype)
                 real.requires_grad_(parameter.requires_grad)
             outs = []
             state = torch.get_rng_state()
+            fake = _torch.fake_mode if autocast else contextlib.nullcontext
             for n in (rows, rows + 1):
-                with _torch.fake_mode(), torch.inference_mode(False), torch.set_grad_enabled(Context.now().grad):
-                    inputs = [_fake(s, rows, n) if s is not None else t for s, t in zip(specs, flat, strict=True)]
+                with fake(), torch.inference_mode(False), torch.set_grad_enabled(Context.now().grad):
+                    inputs = [
+                        _fake(s, rows, n, device) if s is not None else t for s, t in zip(specs, flat, strict=True)
+                    ]
                     a, k = pytree.tree_unflatten(inputs, tree)
-                    outs.append(pytree.tree_map_only(torch.Tensor, Spec.of, model(*a, **k)))
+                    outs.append(pytree.tree_map_only(torch.Tensor, _on_cpu, model(*a, **k)))
             torch.set_rng_state(state)
             found = [
                 [s for s in pytree.tree_leaves(o, is_leaf=lambda x: isinstance(x, Spec)) if isinstance(s, Spec)]
@@ -374,9 +381,13 @@ def _spec(t: Any) -> Spec | None:
     return Spec.of(t) if isinstance(t, torch.Tensor) else None
 
 
-def _fake(spec: Spec, rows: int, n: int) -> torch.Tensor:
+def _fake(spec: Spec, rows: int, n: int, device: str) -> torch.Tensor:
     shape = [n, *spec.shape[1:]] if spec.shape and spec.shape[0] == rows else spec.shape
-    return torch.empty(shape, dtype=spec.dtype, requires_grad=spec.requires_grad)
+    return torch.empty(shape, dtype=spec.dtype, requires_grad=spec.requires_grad, device=device)
+
+
+def _on_cpu(t: torch.Tensor) -> Spec:
+    return Spec.of(t)._replace(device=torch.device("cpu"))
 
 
 def _kind(a: Spec, b: Spec, rows: int) -> Kind:

@@ -6,7 +6,6 @@ import io
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.train.lazy.cases.env import case
 
@@ -95,7 +94,7 @@ def autocast(e):
         with torch.autocast("cpu", torch.bfloat16):
             o = e.M(x)
             loss = F.cross_entropy(o.float(), e.y)
-        assert o.dtype is torch.bfloat16 and loss.dtype is torch.float32
+        assert (o.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
         loss.backward()
         return loss.item()
 

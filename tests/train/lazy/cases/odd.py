@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -21,6 +23,11 @@ class OwnLoss(torch.autograd.Function):
 
 
 own_loss = OwnLoss.apply
+
+
+def step_at_once(optimizer, parameter):
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def scripted():
@@ -144,8 +151,7 @@ def parameter_hook_whole(e):
 @case
 def optimizer_in_backward(e):
     for p in e.m.parameters():
-        o = torch.optim.SGD([p], 0.1)
-        p.register_post_accumulate_grad_hook(lambda p, o=o: [o.step(), o.zero_grad()] and None)
+        p.register_post_accumulate_grad_hook(functools.partial(step_at_once, torch.optim.SGD([p], 0.1)))
     for _ in range(2):
         loss = F.cross_entropy(e.M(e.x), e.y)
         loss.backward()
