@@ -83,6 +83,10 @@ class RecordedCall:
         """The tensors of a call's arguments, in the order of the placeholders."""
         return Inputs(args, kwargs, Spec.of).tensors
 
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of a call with other tensors in the places of its own."""
+        return self._inputs.fill(tensors)
+
     def finish(self, tensors: Sequence[torch.Tensor], frontier: Sequence[torch.Tensor]) -> Any:
         """What the model returns: the tail, carried out on the inputs and on the values of the frontier.
 

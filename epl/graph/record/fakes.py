@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from epl.errors import RecordingError
 from epl.graph.spec import Spec
 
 _CONTAINERS = frozenset({dict, list, set, OrderedDict, defaultdict, deque})
@@ -131,11 +129,6 @@ class FakeModel:
                 state[name] = self._fake(module, name, prefix, value)
 
     def _fake(self, owner: nn.Module, name: str, prefix: str, real: torch.Tensor) -> torch.Tensor:
-        if is_lazy(real):
-            raise RecordingError(
-                f"the parameter {prefix}{name} has no shape yet (a lazy module): call the model once on example inputs "
-                "before epl.parallelize()"
-            )
         spec = self.spec_of(real)
         known = self._fakes.get(id(real))
         if known is None or known[0]() is not real or known[1] != spec or known[2].requires_grad != spec.requires_grad:

@@ -36,7 +36,7 @@ def fingerprint(module: nn.Module) -> Hashable | None:
     """Equal for modules that turn equal specs into equal specs; None for one with hooks, of which nothing is known."""
     if has_hooks(module):
         return None
-    parts: list[Hashable] = [type(module), module.training]
+    parts: list[Any] = [type(module), module.training]
     for tensors in (module._parameters, module._buffers):
         parts += [(name, None if tensor is None else _spec(tensor)) for name, tensor in tensors.items()]
     for name, value in module.__dict__.items():

@@ -148,10 +148,10 @@ class Leaves:
             return None
         sizes: list[int] = []
 
-        def spec(leaf: Any) -> Hashable:
+        def spec(leaf: Any) -> Any:
             return Spec.of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)
 
-        def form(leaf: Any) -> Hashable:
+        def form(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return type(leaf)
             sizes.extend(leaf.shape)

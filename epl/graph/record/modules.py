@@ -7,8 +7,10 @@ from collections.abc import Callable, Hashable
 from typing import Literal
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from epl import _torch
+from epl.errors import RecordingError
 from epl.graph.record.key import model_key
 
 
@@ -56,6 +58,8 @@ class Modules:
 
     def key(self) -> tuple[Hashable, bool]:
         """What decides what the forward does with given inputs, and whether it is another one than last time."""
+        if not self.paths and not self.glue:
+            _refuse_lazy(self.model)
         key = model_key(self.model, self.glue)
         if key == self._key:
             return key, False
@@ -75,3 +79,12 @@ class Modules:
             if module not in self.glue and module not in self.paths:
                 self.glue.add(module)
                 stack.extend(child for child in module._modules.values() if child is not None)
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise RecordingError(
+            f"the parameter {lazy[0]} has no shape yet (a lazy module): call the model once on example inputs before "
+            "epl.parallelize()"
+        )

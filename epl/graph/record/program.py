@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import itertools
 import keyword
+import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ from epl.graph.record.fakes import Held
 from epl.graph.record.tree import tensors_of
 
 Env = dict[fx.Node, Any]
+_SELF = "__epl_program__"
 _serial = itertools.count()
 
 
@@ -42,7 +45,7 @@ class Program:
         self._file = f"<epl replay {next(_serial)}>"
         self._lines: list[str] = ["def program(env):"]
         self._nodes_of_lines: dict[int, fx.Node] = {}
-        self._names: dict[str, Any] = {"tensors_of": tensors_of, "checkpoint": checkpoint}
+        self._names: dict[str, Any] = {"tensors_of": tensors_of, "checkpoint": checkpoint, _SELF: self}
         self._modules, self._held, self._ambient = modules, held, ambient
         self._flat: dict[fx.Node, str] = {}
         self._number = {node: i for i, node in enumerate(_with_inputs(nodes))}
@@ -57,6 +60,10 @@ class Program:
         except Exception as error:
             self._blame(error)
             raise
+
+    def node_at(self, line: int) -> fx.Node:
+        """The node that a line of the function carries out."""
+        return self._nodes_of_lines[line]
 
     def _blame(self, error: Exception) -> None:
         trace = error.__traceback__
@@ -159,3 +166,15 @@ def _with_inputs(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
         found.update(dict.fromkeys(node.all_input_nodes))
         found[node] = None
     return found
+
+
+def running_node() -> fx.Node | None:
+    """The node that a program is carrying out now, if the caller runs inside one."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        program = frame.f_globals.get(_SELF)
+        if program is not None:
+            node: fx.Node = program.node_at(frame.f_lineno)
+            return node
+        frame = frame.f_back
+    return None

@@ -63,15 +63,16 @@ class Scopes:
         leaf = self._inside()
         if leaf is not None:
             raise NotALeaf(leaf)
-        if annotation.name is None and self._turn < len(self._by_turn):
+        unnamed = annotation.name is None
+        if unnamed and self._turn < len(self._by_turn):
             self._name = self._by_turn[self._turn]
         else:
             taskgraph = self._registry.open(annotation)
             self._registry.mark(taskgraph)
             self._name = taskgraph.name
-        if annotation.name is None:
-            self._by_turn[self._turn :] = [self._name]
-            self._turn += 1
+            if unnamed:
+                self._by_turn.append(self._name)
+        self._turn += unnamed
 
 
 @dataclass(frozen=True)

@@ -25,5 +25,5 @@ class StaysOnStages:
         )
 
     __getattr__ = __iter__ = __len__ = __bool__ = __getitem__ = __contains__ = __call__ = _refuse
-    __eq__ = __ne__ = __hash__ = __reduce_ex__ = __enter__ = _refuse  # type: ignore[assignment]
-    __setattr__ = __delattr__ = __setitem__ = __delitem__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __hash__ = __reduce_ex__ = __enter__ = _refuse
+    __setattr__ = __delattr__ = __setitem__ = __delitem__ = _refuse

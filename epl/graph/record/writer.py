@@ -99,13 +99,20 @@ class Writer:
         if held is None:
             raise RecordingError(
                 f"a tensor of shape {tuple(tensor.shape)} used at {user_line()} was made inside a module that runs as a "
-                f"whole, and was not returned by it (the last to run was {self.last_leaf or 'none'}): only what a module "
-                "returns can be handed on to another stage. Return the tensor from that module's forward"
+                f"whole, and was not returned by it ({self._keeper(tensor)}): only what a module returns can be handed on "
+                "to another stage. Return the tensor from that module's forward"
             )
         node = self.write("get_attr", held.path)
         self.held[node] = held
         self.bind(tensor, node)
         return self._bindings[id(tensor)]
+
+    def _keeper(self, tensor: torch.Tensor) -> str:
+        for path, module in self._model.model.named_modules():
+            for name, value in module.__dict__.items():
+                if value is tensor:
+                    return f"{path} keeps it as its attribute {name}"
+        return f"the last to run was {self.last_leaf or 'none'}"
 
     # ---- arguments ---------------------------------------------------------------------------------------------------
 
@@ -137,6 +144,7 @@ class Writer:
         name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
         node = self.graph.create_node(op, target, args, kwargs or {}, name.replace(".", "_"))
         node.meta.update(context=Context.now(), where=user_line(), taskgraph=self._scope(), views=())
+        node.meta["number"] = len(self.graph.nodes)
         return node
 
     def result(self, node: fx.Node, value: Any, inputs: list[torch.Tensor], versions: list[int]) -> None:
