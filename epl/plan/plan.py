@@ -134,6 +134,10 @@ class Plan:
             return self
         return make_plan([by_name[name] for name in names], self.cluster, self.settings)
 
+    def with_taskgraphs(self, specs: Sequence[TaskGraphSpec]) -> Plan:
+        """The plan for these TaskGraphs instead, on the same cluster with the same settings."""
+        return make_plan(specs, self.cluster, self.settings)
+
     def with_stages(self, stages: Sequence[StagePlan], reason: str = "") -> Plan:
         """The plan with what its stages turned out to be; its TaskGraphs, and so their devices, come in this order."""
         ordered = self.in_order([stage.taskgraph for stage in stages])

@@ -14,11 +14,13 @@ from epl.config import Config
 from epl.env import Env
 from epl.errors import NotBuiltError, PlanError
 from epl.graph import TaskGraphs, registry, taskgraphs_of
-from epl.plan import ClusterShape, Plan, PlanSettings, make_plan
+from epl.plan import ClusterShape, Plan, make_plan
 from epl.plan.schedule import make_schedule
 from epl.report.log import notice, warn
 from epl.train.arguments import sort_arguments
+from epl.train.cut.sources import stage_source
 from epl.train.effect import settings_without_effect
+from epl.train.foresee import plan_settings
 from epl.train.replicas import Replicas
 
 
@@ -42,34 +44,25 @@ def parallelize(
     replicas = Replicas.of(model)
     if replicas is None:
         taskgraphs = taskgraphs_of(model, registry)
-        plan = _plan(taskgraphs, env, _batch_size(arguments.loaders))
+        source = stage_source(model, taskgraphs, env.config, job.device, job.world_size)
+        plan = make_plan(
+            source.specs(),
+            ClusterShape(env.cluster.world_size, env.cluster.node_of_rank),
+            plan_settings(env.config, micro_batch=_batch_size(arguments.loaders)),
+        )
         _refuse_what_is_not_built(plan)
         _check_schedule(plan, env.config)
         if env.topology is not None:
             _check_topology(plan, env.topology)
         job.check_same("the plan", plan.to_dict(), "Build and annotate the model alike on every rank.")
         _tell(taskgraphs, plan, env.config)
-        replicas = Replicas(env, model, plan, taskgraphs)
+        if plan.layout != "staged":
+            registry.on_forward_scope = None  # on shared devices there is nothing to do for scopes in the forward
+        replicas = Replicas(env, model, plan, source)
         env.plan = plan
     replicas.take(arguments, loss_fn)
     everything = (model, *optimizers_and_loaders)
     return everything if optimizers_and_loaders else model
-
-
-def _plan(taskgraphs: TaskGraphs, env: Env, micro_batch: int | None) -> Plan:
-    config, cluster = env.config, env.cluster
-    return make_plan(
-        taskgraphs.specs(),
-        ClusterShape(cluster.world_size, cluster.node_of_rank),
-        PlanSettings(
-            num_micro_batch=config.pipeline.num_micro_batch,
-            micro_batch=micro_batch,
-            num_chunks=config.pipeline.num_chunks,
-            colocate=config.cluster.colocate_split_and_replicate,
-            prefer_intra_node=config.cluster.device_place_prefer_intra_node,
-            gradients_reduce_method=config.communication.gradients_reduce_method,
-        ),
-    )
 
 
 def _batch_size(loaders: tuple[DataLoader[object], ...]) -> int | None:
@@ -113,8 +106,9 @@ def _check_topology(plan: Plan, topology: Topology) -> None:
 
 
 def _tell(taskgraphs: TaskGraphs, plan: Plan, config: Config) -> None:
-    for text in taskgraphs.notices():
-        notice(text)
+    if plan.layout != "staged" or not taskgraphs.implicit:
+        for text in taskgraphs.notices():
+            notice(text)
     notice(plan.describe())
     for text in settings_without_effect(config, plan):
         warn(text)

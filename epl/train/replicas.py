@@ -29,7 +29,6 @@ from epl.data import (
 )
 from epl.env import Env
 from epl.errors import PlanError, RanksDisagreeError
-from epl.graph import TaskGraphs
 from epl.parallel import GradientReducer, ReducePolicy, copy_from_first, sync_batch_norm
 from epl.parallel.clip import install_clipping
 from epl.parallel.hook import ModuleHook
@@ -42,6 +41,7 @@ from epl.train.weights import replica_factor, row_factor, within_replica
 
 if TYPE_CHECKING:
     from epl.train.cut.model import CutModel
+    from epl.train.cut.sources import StageSource
 
 _parallelized: list[Replicas] = []  # since epl.init; its close() takes them out
 
@@ -56,7 +56,7 @@ class Replicas:
         False, k > 1     one over the replica's ranks during backward, one over replicas at the step
     """
 
-    def __init__(self, env: Env, model: nn.Module, plan: Plan, taskgraphs: TaskGraphs) -> None:
+    def __init__(self, env: Env, model: nn.Module, plan: Plan, source: StageSource) -> None:
         self.model, self.plan, self._env = model, plan, env
         self._job = env.job("epl.parallelize")
         self.optimizers: list[Optimizer] = []
@@ -82,7 +82,7 @@ class Replicas:
         if plan.layout == "staged" or plan.settings.num_micro_batch > 1:
             from epl.train.cut.make import cut_model  # it needs this class in turn
 
-            self.cut = cut_model(env, model, taskgraphs, self)
+            self.cut = cut_model(env, model, source, self)
             self._undo.append(self.cut.close)
         set_file_place(functools.partial(file_place, plan, env))
         self._undo.append(lambda: set_file_place(None))

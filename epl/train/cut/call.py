@@ -33,7 +33,8 @@ class ModelCall:
         watched: Sequence[torch.Tensor],
         draws: Sequence[torch.Tensor],
     ) -> None:
-        self.carrier, self.layout, self.inputs = carrier, layout, inputs
+        self.carrier: Carrier = carrier
+        self._stages, self.layout, self.inputs = carrier, layout, inputs
         self.rows, self.sizes, self.kinds = layout.recorded.rows, layout.recorded.sizes, layout.kinds
         self.context = Context.now()
         self.nodes: list[Node] = []
@@ -66,8 +67,8 @@ class ModelCall:
     def run(self, stage: int, micro_batch: int, incoming: Mapping[int, torch.Tensor]) -> Values:
         """Carry out what a stage does of one micro batch."""
         first, end = self._cuts[micro_batch]
-        own = self.carrier.place.lanes.rows(stage, end - first)
-        self.carrier.padded = own.padding
+        own = self._stages.place.lanes.rows(stage, end - first)
+        self._stages.padded = own.padding
         start, stop = first + own.start, first + own.stop
         tensors = [
             tensor[start:stop] if is_cut else tensor

@@ -7,23 +7,22 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from epl.env import Env
-from epl.graph import TaskGraphs
-from epl.graph.owners import owners_of
 from epl.graph.record import Recordings
 from epl.train.cut.model import CutModel, Placer
 from epl.train.cut.placer import OneStage, Staged
+from epl.train.cut.sources import StageSource
 
 if TYPE_CHECKING:
     from epl.train.replicas import Replicas
 
 
-def cut_model(env: Env, model: nn.Module, taskgraphs: TaskGraphs, replicas: Replicas) -> CutModel:
+def cut_model(env: Env, model: nn.Module, source: StageSource, replicas: Replicas) -> CutModel:
     """What stands in for the forward of this model under its plan."""
     plan, job = replicas.plan, env.job("epl.parallelize")
     placer: Placer
     if plan.layout == "staged":
-        placer = Staged(env, model, taskgraphs, replicas)
-        recordings = Recordings(model, owners_of(model, taskgraphs), device=job.device)
+        placer = Staged(env, model, source, replicas)
+        recordings = Recordings(model, source.leaf_of, device=job.device)
     else:
         placer = OneStage(job, model, replicas.reducers)
         recordings = Recordings(model, lambda module: "model", device=job.device)

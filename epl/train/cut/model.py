@@ -65,8 +65,15 @@ class CutModel:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `model(x)` does instead of its forward."""
-        recorded = self._record(args, kwargs)
-        layout = self._layout(recorded)
+        self._calls += 1
+        self._recording = True  # the layout may want the forward at one more size
+        try:
+            recorded = self._recordings.of(
+                args, kwargs, self._num_micro_batch, draw_seed=self._calls, widths=self._placer.widths
+            )
+            layout = self._layout(recorded)
+        finally:
+            self._recording = False
         carrier = self.carrier
         assert carrier is not None
         tensors = recorded.input_tensors(args, kwargs)
@@ -83,16 +90,6 @@ class CutModel:
         if not call.context.grad:
             run_forward(call)  # now: batch norm may learn, and hooks may look on
         return recorded.finish(tensors, [LazyTensor(node) for node in call.nodes])
-
-    def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
-        self._calls += 1
-        self._recording = True
-        try:
-            return self._recordings.of(
-                args, kwargs, self._num_micro_batch, draw_seed=self._calls, widths=self._placer.widths
-            )
-        finally:
-            self._recording = False
 
     def _layout(self, recorded: RecordedCall) -> CallLayout:
         layout = self._layouts.pop(recorded, None)

@@ -34,7 +34,7 @@ class Held(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
 
-    def modules(self) -> Iterator[nn.Module]:
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """The modules that hold them."""
         owners = (name.rpartition(".")[0] for name in (*self._names, *self._buffer_names))
         return iter(dict.fromkeys(self._model[0].get_submodule(owner) for owner in owners))

@@ -12,18 +12,17 @@ from torch import nn
 from epl.cluster.communication import Job, speaking
 from epl.data import active_share
 from epl.env import Env
-from epl.graph import TaskGraphs
 from epl.graph.record import RecordedCall
-from epl.graph.staging import graph_nodes, wanted_at_home
 from epl.parallel import GradientReducer, sync_batch_norm
 from epl.parallel.clip import count_over
 from epl.parallel.pipeline.lanes import Lanes
 from epl.parallel.pipeline.ties import Ties
-from epl.plan.stages import StageCut, cut_stages
+from epl.plan.stages import StageCut
 from epl.report.log import notice
 from epl.train.cut.carrier import StageCarrier
 from epl.train.cut.part import Held, PartGradients
 from epl.train.cut.peers import RankPeers
+from epl.train.cut.sources import StageSource
 from epl.train.cut.stageplace import StagePlace
 from epl.train.cut.state import WholeState
 from epl.train.laneplace import LanePlace
@@ -60,8 +59,8 @@ class OneStage:
 class Staged:
     """Every stage on a device of its own, or several that take turns on it."""
 
-    def __init__(self, env: Env, model: nn.Module, taskgraphs: TaskGraphs, replicas: Replicas) -> None:
-        self._env, self._model, self._taskgraphs, self._replicas = env, model, taskgraphs, replicas
+    def __init__(self, env: Env, model: nn.Module, source: StageSource, replicas: Replicas) -> None:
+        self._env, self._model, self._source, self._replicas = env, model, source, replicas
         self._job = env.job("epl.parallelize")
         self.widths = tuple({t.width for t in replicas.plan.taskgraphs} | {1})
         self._placed: StageCut | None = None
@@ -70,17 +69,7 @@ class Staged:
         self._rows: tuple[int, ...] = ()
 
     def cut(self, recorded: RecordedCall) -> StageCut:
-        owners = {
-            name: graph.name if (graph := self._taskgraphs.of_parameter.get(name)) is not None else None
-            for name, _ in self._model.named_parameters()
-        }
-        return cut_stages(
-            graph_nodes(recorded, self._model),
-            taskgraphs=[t.name for t in self._replicas.plan.taskgraphs],
-            parameters=owners,
-            home=wanted_at_home(recorded),
-            earlier=self._placed,
-        )
+        return self._source.cut(recorded, self._replicas.plan, self._placed)
 
     def place(self, recorded: RecordedCall) -> tuple[StageCut, StageCarrier]:
         cut = self.cut(recorded)
@@ -90,7 +79,7 @@ class Staged:
             "Build, annotate and call the model alike on every rank.",
         )
         self._placed = cut
-        plan = self._replicas.plan = self._env.plan = self._replicas.plan.in_order(cut.order)
+        plan = self._replicas.plan = self._env.plan = self._source.settle(self._replicas.plan, cut)
         chunks = plan.settings.num_chunks
         devices = [t.devices for t in plan.taskgraphs[: len(plan.taskgraphs) // chunks]]
         wide_end = plan.taskgraphs[-1].width > 1

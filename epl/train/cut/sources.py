@@ -1,0 +1,153 @@
+"""Where the stages of a model come from: annotations where modules are built, scopes in its forward, or epl itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from epl.config import Config
+from epl.errors import PlanError
+from epl.graph import TaskGraphs, registry
+from epl.graph.automatic import AutomaticStages, automatic_specs, choose_stages, unit_of
+from epl.graph.blocks import find_units
+from epl.graph.cost import leaf_costs
+from epl.graph.forward_scopes import ForwardScopes, forward_scopes
+from epl.graph.owners import owners_of, parameter_owners
+from epl.graph.record import RecordedCall
+from epl.graph.record.modules import TaskGraphOf
+from epl.graph.staging import graph_nodes, wanted_at_home
+from epl.plan import Plan
+from epl.plan.spec import TaskGraphSpec
+from epl.plan.stageplan import live_micro_batches
+from epl.plan.stages import StageCut, cut_stages
+from epl.report.log import notice
+
+
+class StageSource(Protocol):
+    """Says what TaskGraphs there are before the first call, and what is in them once it is recorded."""
+
+    leaf_of: TaskGraphOf
+    """Of a module that is to be recorded as a whole, its TaskGraph."""
+
+    def specs(self) -> tuple[TaskGraphSpec, ...]:
+        """The TaskGraphs, as far as they are known beforehand."""
+
+    def cut(self, recorded: RecordedCall, plan: Plan, earlier: StageCut | None) -> StageCut:
+        """The stages of a recorded call; `earlier` are those by which the model was placed."""
+
+    def settle(self, plan: Plan, cut: StageCut) -> Plan:
+        """The plan with the TaskGraphs of this cut."""
+
+
+def stage_source(
+    model: nn.Module, taskgraphs: TaskGraphs, config: Config, device: torch.device, ranks: int
+) -> StageSource:
+    """The source of this model's stages; what the user should know is said."""
+    scopes = forward_scopes(model) if taskgraphs.implicit else ForwardScopes()
+    stages = config.pipeline.num_stages
+    if scopes.annotations or scopes.unknown:
+        if config.auto.auto_parallel:
+            notice("auto.auto_parallel has no effect: the model has annotations, and they win")
+        return InForward(model, taskgraphs, scopes, stages if ranks > 1 else 1)
+    if config.auto.auto_parallel and not taskgraphs.implicit:
+        notice("auto.auto_parallel has no effect: the model has annotations, and they win")
+    elif config.auto.auto_parallel and stages is None:
+        notice(
+            "automatic stages: pipeline.num_stages is not set, so the whole model is one stage (data parallelism); "
+            "set it to the number of devices that one copy of the model is to take"
+        )
+    elif config.auto.auto_parallel and stages is not None and stages * config.pipeline.num_chunks > 1:
+        return Automatic(model, stages * config.pipeline.num_chunks, device)
+    return Annotated(model, taskgraphs)
+
+
+class Annotated:
+    """Annotations where modules were built, or on built modules."""
+
+    def __init__(self, model: nn.Module, taskgraphs: TaskGraphs) -> None:
+        self._model, self._taskgraphs = model, taskgraphs
+        self.leaf_of: TaskGraphOf = owners_of(model, taskgraphs)
+
+    def specs(self) -> tuple[TaskGraphSpec, ...]:
+        return self._taskgraphs.specs()
+
+    def cut(self, recorded: RecordedCall, plan: Plan, earlier: StageCut | None) -> StageCut:
+        return cut_stages(
+            graph_nodes(recorded, self._model),
+            taskgraphs=self._names(recorded, plan),
+            parameters=parameter_owners(self._model, self._taskgraphs),
+            home=wanted_at_home(recorded),
+            earlier=earlier,
+        )
+
+    def _names(self, recorded: RecordedCall, plan: Plan) -> Sequence[str]:
+        return [t.name for t in plan.taskgraphs]
+
+    def settle(self, plan: Plan, cut: StageCut) -> Plan:
+        return plan.in_order(cut.order)
+
+
+class InForward(Annotated):
+    """Scopes that the forward opens: their devices are counted from its source, their names are known when it is recorded."""
+
+    def __init__(self, model: nn.Module, taskgraphs: TaskGraphs, scopes: ForwardScopes, num_stages: int | None) -> None:
+        super().__init__(model, taskgraphs)
+        if scopes.unknown and num_stages is None:
+            raise PlanError(
+                f"the scopes in the forward at {', '.join(scopes.unknown)} get their names while it runs, and devices are dealt out "
+                "before: set pipeline.num_stages to their number, or write them with a name and a count that stand in the source"
+            )
+        found = [TaskGraphSpec(a.name or "", a.kind, a.device_count) for a in scopes.annotations]
+        unnamed = (num_stages or 0) - len(found) if scopes.unknown else 0
+        self._found = (*found, *(TaskGraphSpec(f"scope {n} of the forward", "replicate", 1) for n in range(unnamed)))
+
+    def specs(self) -> tuple[TaskGraphSpec, ...]:
+        return self._found
+
+    def _names(self, recorded: RecordedCall, plan: Plan) -> Sequence[str]:
+        found = (node.meta.get("taskgraph") for node in recorded.whole.nodes)
+        return list(dict.fromkeys(name for name in found if name is not None))
+
+    def settle(self, plan: Plan, cut: StageCut) -> Plan:
+        known = {t.name: t for t in registry.taskgraphs}
+        specs = [TaskGraphSpec(name, known[name].kind, known[name].device_count) for name in cut.order]
+        expected, found = (sum(each.device_count for each in some) for some in (self._found, specs))
+        if (expected, len(self._found)) != (found, len(specs)):
+            raise PlanError(
+                f"the scopes in the forward were taken for {len(self._found)} TaskGraphs on {expected} devices, from its source and "
+                f"pipeline.num_stages; the forward that ran opened {len(specs)} on {found}: {', '.join(cut.order)}. Set "
+                "pipeline.num_stages to their number."
+            )
+        return plan.with_taskgraphs(specs)
+
+
+class Automatic:
+    """Stages that epl chooses by what the parts of the model cost."""
+
+    def __init__(self, model: nn.Module, count: int, device: torch.device) -> None:
+        self._model, self._count, self._device = model, count, device
+        self.leaf_of: TaskGraphOf = unit_of(find_units(model, count))
+        self._chosen: AutomaticStages | None = None
+
+    def specs(self) -> tuple[TaskGraphSpec, ...]:
+        return automatic_specs(self._count)
+
+    def cut(self, recorded: RecordedCall, plan: Plan, earlier: StageCut | None) -> StageCut:
+        if self._chosen is None:
+            costs = leaf_costs(recorded, self._model, plan.settings.num_micro_batch, self._device)
+            live = live_micro_batches(plan.schedule())
+            self._chosen = choose_stages(recorded, self._model, costs, live=live)
+            notice(self._chosen.cut.reason)
+        return cut_stages(
+            graph_nodes(recorded, self._model, self._chosen.of_call),
+            taskgraphs=[t.name for t in plan.taskgraphs],
+            parameters=self._chosen.owners(self._model),
+            home=wanted_at_home(recorded),
+            earlier=earlier,
+        )
+
+    def settle(self, plan: Plan, cut: StageCut) -> Plan:
+        return plan.in_order(cut.order)
