@@ -15,6 +15,7 @@ from epl.train.lazy.node import Node, output_of
 from epl.train.lazy.protocol import Call
 from epl.train.lazy.read import run_forward
 from epl.train.lazy.tensor import LazyTensor
+from epl.train.lazy.whole import forget_calls
 
 handlers.install()
 function.install()
@@ -22,6 +23,7 @@ function.install()
 
 def outputs_of(call: Call, specs: list[Spec]) -> list[Node]:
     """The nodes of a call's frontier values, in order."""
+    forget_calls()
     return [Node(output_of, (call, i), {}, call.context, spec._replace(is_view=False)) for i, spec in enumerate(specs)]
 
 

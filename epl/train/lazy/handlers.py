@@ -231,16 +231,17 @@ _GETTERS: dict[str, Callable[[Any], Any]] = {
     "is_leaf": _is_leaf,
     "grad_fn": lambda t: None if _is_leaf(t) else node_of(t),
     "grad": _grad_of,
+    "retains_grad": lambda t: bool(node_of(t).hooks) or bool(getattr(node_of(t).value, "retains_grad", False)),
     "_version": lambda t: 0,
     "_backward_hooks": lambda t: None,
     "_base": lambda t: None,
     "_grad_fn": lambda t: None,
     "data": lambda t: t.detach(),
 }
-_ATTRIBUTES = """shape dtype device layout ndim is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn is_mps is_xpu is_nested itemsize nbytes
-  output_nr"""
+_ATTRIBUTES = """shape dtype device layout ndim is_cuda is_cpu is_sparse is_sparse_csr is_quantized is_meta is_mkldnn is_mps is_xpu is_xla is_ipu
+  is_maia is_mtia is_vulkan is_nested itemsize nbytes output_nr name grad_dtype _has_symbolic_sizes_strides _post_accumulate_grad_hooks"""
 _QUESTIONS = """dim ndimension size numel nelement stride is_contiguous is_floating_point is_complex is_signed element_size get_device
-  __len__ __hash__ is_inference dim_order is_same_size is_pinned storage_offset"""
+  __len__ __hash__ is_inference dim_order is_same_size is_pinned is_shared is_conj is_neg is_distributed is_coalesced storage_offset"""
 _READS = """item tolist numpy __array__ __bool__ __int__ __float__ __complex__ __index__ __format__ __repr__ __str__ __contains__
   __reduce_ex__ is_nonzero data_ptr storage untyped_storage __dlpack__"""
 _REAL = "requires_grad_ share_memory_ pin_memory __reversed__ set_ resize_ apply_ map_ to_sparse"

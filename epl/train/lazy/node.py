@@ -224,9 +224,7 @@ def _parents(func: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dic
 def _carrier(
     func: Callable[..., Any] | None, args: tuple[Any, ...], parents: tuple[Node, ...]
 ) -> tuple[Carrier | None, bool]:
-    if func is output_of:
-        return args[0].carrier, False
-    carriers: list[Carrier] = []
+    carriers: list[Carrier] = [args[0].carrier] if func is output_of else []
     several = False
     for parent in parents:
         # What every rank has without a graph can be used by each alone.

@@ -17,7 +17,7 @@ and only the carrier writes `input_gradients`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -150,3 +150,11 @@ class Carrier(Protocol):
 
     def exchange(self, value: object) -> list[object]:
         """What every rank gave, in the order of `ranks`; pickled. For rare cases: a term over parameters of several ranks."""
+
+
+@runtime_checkable
+class Forgetful(Protocol):
+    """A carrier that can drop what it kept."""
+
+    def forget(self, call: Call) -> None:
+        """No backward of this call will come: what `forward_all(keep=True)` kept may go. No communication; on any rank alone."""

@@ -31,9 +31,10 @@ _NOT_IN_PLACE = ("__invert__", "__iter__", "__int__", "__index__")
 def record(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Write the operation down (or, when every lazy argument is computed, run it) and return a lazy result."""
     in_place = is_in_place(func, kwargs)
-    if in_place and isinstance(args[0], ForeignParameter):
-        refuse(args[0], name_of(func))
-    if kwargs.get("out") is not None or (in_place and not isinstance(args[0], LazyTensor)):
+    target = args[0] if args else next(iter(kwargs.values()))  # torch.nn.init names all its arguments
+    if in_place and isinstance(target, ForeignParameter):
+        refuse(target, name_of(func))
+    if kwargs.get("out") is not None or (in_place and not (args and isinstance(target, LazyTensor))):
         return run_for_real(func, args, kwargs, f"writing into a real tensor ({name_of(func)})")
     nodes = [node_of(t) for t in leaves_of((args, kwargs), LAZY)]
     _check_wrappers(args, kwargs)
@@ -215,7 +216,8 @@ def _compute_all_live(doing: str) -> None:
 
 def _run_now(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], nodes: list[Node]) -> Any:
     """Every lazy argument is computed: run it, on every rank if each has what it takes, else at home."""
-    if any(n.graph == "everywhere" for n in nodes) and any(n.graph == "home" for n in nodes):
+    homes = {n.carrier.home for n in nodes if n.carrier is not None and not n.everywhere}
+    if len(homes) > 1 or {"everywhere", "home"} <= {n.graph for n in nodes}:
         bring_everywhere(nodes, name_of(func))
     if is_in_place(func, kwargs):
         return _change_now(func, args, kwargs, nodes)

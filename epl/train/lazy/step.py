@@ -26,8 +26,6 @@ from epl.train.lazy.whole import (
     later_with_gradients,
     needs_everyone,
     remember_terms,
-    run_bodies,
-    settle_outputs,
 )
 from epl.train.separate.state import CONST
 
@@ -38,10 +36,10 @@ if TYPE_CHECKING:
 class Choice(NamedTuple):
     """How a loss is run; alike on every rank."""
 
-    forward_only: list[Call]
-    """Run before anything else, without graphs: no gradient of theirs is wanted."""
     first: list[Node]
-    """Computed on the whole batch before the rest: what is fed into a model, and outputs that a later backward wants."""
+    """Computed on the whole batch before the rest: what is fed into a model, and outputs that need no gradient of this loss."""
+    forward_only: list[Call]
+    """Those of their calls that no later backward can want gradients of either."""
     scheduled: tuple[Recorded, Structure] | None
     why: str
     """Why not in a schedule."""
@@ -89,12 +87,17 @@ def _explicitly(
     p = Pass(carriers, wanted=None if wanted is None else _outside(wanted, carriers), retain=retain)
     p.look_behind([root])
     kind = "loss.backward()" if wanted is None else "autograd.grad()"
-    words = (choice.checksum, choice.why, [n.number for n in choice.first], p.shapes())
+    words = (
+        choice.checksum,
+        choice.scheduled is None,
+        [n.number for n in choice.first],
+        len(choice.forward_only),
+        p.shapes(),
+    )
     p.asked = meet(home, kind, [root], *words, ask=asks(home, [root]) or p.sees_terms([root]))
-    for call in choice.forward_only:
-        settle_outputs(call, run_bodies(call, keep=False))
     if choice.first:
-        compute(choice.first, "a model's output goes into a model, or is used detached first", asked=p.asked)
+        why = "a model's output goes into a model, or is used detached first"
+        compute(choice.first, why, asked=p.asked, forward_only=choice.forward_only)
     if choice.scheduled is not None:
         _in_schedule(p, gradient, *choice.scheduled)
     else:
@@ -161,25 +164,24 @@ def choose(root: Node, retain: bool) -> Choice:
     order = [n for n in topological([root]) if not n.done]
     reached = reached_by_gradient([root])
     calls = depends_on(order)
+    unreached = any(not any(n in reached for n in call.nodes) for call in calls)
+    later = later_with_gradients(live_nodes(), root) if unreached else set()
     inputs = [x for call in calls for x in call.inputs if isinstance(x, Node) and not x.done]
     early = depends_on([n for n in topological(inputs) if not n.done])
-    first: list[Node] = [*inputs]
+    first = list(inputs)
     forward_only = []
-    later = None
     for call in calls:
-        if call in early or any(n in reached for n in call.nodes):
+        if any(n in reached for n in call.nodes):
             continue
-        if later is None:
-            later = later_with_gradients(live_nodes(), root)
-        early.append(call)
-        if any(n in later for n in call.nodes):  # its graph must outlive this backward
+        if call not in early:
+            early.append(call)
             first += [n for n in call.nodes if n in order]
-        else:
+        if not any(n in later for n in call.nodes):  # else its graph must outlive this backward
             forward_only.append(call)
     active = [call for call in calls if call not in early]
     why = _obstacle(active, retain)
     if why:
-        return Choice(forward_only, first, None, why)
+        return Choice(first, forward_only, None, why)
     given = {n for call in early for n in call.nodes}.union(inputs)
     recorded = write_down(root, lambda n: n in given)
     structure = structure_of(recorded)
@@ -187,8 +189,8 @@ def choose(root: Node, retain: bool) -> Choice:
     if not why and structure.verdict.pieces[-1].state is CONST:
         why = "the loss does not depend on the batch"
     if why:
-        return Choice(forward_only, first, None, f"{why} ({root.place})")
-    return Choice(forward_only, first, (recorded, structure), "")
+        return Choice(first, forward_only, None, f"{why} ({root.place})")
+    return Choice(first, forward_only, (recorded, structure), "")
 
 
 def _obstacle(calls: Sequence[Call], retain: bool) -> str:

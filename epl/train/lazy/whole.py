@@ -5,8 +5,9 @@ At home only, as a rule; in *everywhere* mode on every rank, with gradients (see
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,14 @@ from epl import _torch
 from epl.errors import LazyValueError
 from epl.graph.spec import swap
 from epl.report import log
-from epl.train.lazy.everywhere import stand_in, stands_behind
+from epl.train.lazy.everywhere import anchor_of, stand_in, stands_behind
 from epl.train.lazy.foreign import ForeignParameter, refuse, refuse_foreign
+from epl.train.lazy.live import live_nodes
 from epl.train.lazy.meeting import carriers_of
 from epl.train.lazy.node import Graph, Node, blame, output_of, reached_by_gradient, topological
 from epl.train.lazy.outer import graph_nodes, outer_tensors
+from epl.train.lazy.program import depends_on
+from epl.train.lazy.protocol import Forgetful
 from epl.train.lazy.terms import Terms
 
 if TYPE_CHECKING:
@@ -27,6 +31,16 @@ if TYPE_CHECKING:
 
 _sources: weakref.WeakKeyDictionary[Any, dict[int, Node]] = weakref.WeakKeyDictionary()
 _terms: weakref.WeakKeyDictionary[Node, Terms] = weakref.WeakKeyDictionary()
+
+
+class _Kept(threading.local):
+    """Calls with graphs; one set for each thread: in tests, ranks are threads of one process."""
+
+    def __init__(self) -> None:
+        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+_kept = _Kept()
 
 
 def sources(call: Call) -> dict[int, Node]:
@@ -58,8 +72,13 @@ def _is_plain(node: Node) -> bool:
     return node.done and node.graph != "home"
 
 
-def compute(nodes: Sequence[Node], why: str, *, asked: bool, everyone: bool = False) -> None:
-    """Compute what is not computed yet. All ranks have agreed on it; `asked`: home needs parameters of other ranks."""
+def compute(
+    nodes: Sequence[Node], why: str, *, asked: bool, everyone: bool = False, forward_only: Collection[Call] = ()
+) -> None:
+    """Compute what is not computed yet. All ranks have agreed on it.
+
+    `asked`: home needs parameters of other ranks. `forward_only`: calls whose graphs nobody will want.
+    """
     everyone = everyone or needs_everyone(nodes)
     order = [n for n in topological(nodes, _is_plain if everyone else lambda n: n.done) if not _is_plain(n)]
     if not everyone:
@@ -78,7 +97,7 @@ def compute(nodes: Sequence[Node], why: str, *, asked: bool, everyone: bool = Fa
         if node.func is output_of:
             call = node.args[0]
             if not node.done or (everyone and node.graph == "home"):
-                _run_call(call, everyone, why)
+                _run_call(call, everyone, why, keep=call not in forward_only)
         else:
             _evaluate(node, everyone, terms)
 
@@ -132,11 +151,11 @@ def finish_node(node: Node, value: Any, everyone: bool) -> None:
     node.spent = spent
 
 
-def _run_call(call: Call, everyone: bool, why: str) -> None:
+def _run_call(call: Call, everyone: bool, why: str, keep: bool) -> None:
     carrier = call.carrier
     values: list[torch.Tensor] | None
     if call.state == "new":
-        keep = call.context.grad and any(n.requires_grad for n in call.nodes)
+        keep = keep and call.context.grad and any(n.requires_grad for n in call.nodes)
         give_inputs(call, keep)
         if keep:
             tell(call, why)
@@ -164,7 +183,26 @@ def run_bodies(call: Call, keep: bool) -> list[torch.Tensor] | None:
     call.check()
     values = call.carrier.forward_all(call, keep)
     call.state = "forward" if keep else "done"
+    if keep:
+        _kept.calls.add(call)
     return values
+
+
+def forget_calls() -> None:
+    """Drop the graphs of calls that no value of the loop leads to any more: it has read outputs and wants no backward."""
+    if not _kept.calls:
+        return
+    reachable = set(depends_on(topological(live_nodes(), lambda n: n.done and n.graph is None)))
+    for call in list(_kept.calls):
+        if call.state == "forward" and (call in reachable or anchor_of(call) is not None):
+            continue
+        _kept.calls.discard(call)
+        if call.state == "forward":
+            call.state = "done"
+            for node in call.nodes:
+                node.spend()
+            if isinstance(call.carrier, Forgetful):
+                call.carrier.forget(call)
 
 
 def settle_outputs(call: Call, values: list[torch.Tensor] | None) -> None:

@@ -157,9 +157,9 @@ class DoubleCall:
 class DoubleCarrier:
     """Runs the whole model at home."""
 
-    def __init__(self, replica: Replica, rank: int, model: nn.Module, engine: nn.Module) -> None:
+    def __init__(self, replica: Replica, rank: int, model: nn.Module, engine: nn.Module, home: int) -> None:
         self.replica, self.rank, self.model, self.engine = replica, rank, model, engine
-        self.ranks, self.home = tuple(range(replica.size)), replica.size - 1
+        self.ranks, self.home = tuple(range(replica.size)), home
         self.is_home = rank == self.home
         self.parameters = dict(model.named_parameters())
         self.events: list[str] = []
@@ -279,6 +279,10 @@ class DoubleCarrier:
             torch.autograd.backward(list(found), [g.clone() for g in found.values()])
         return {}
 
+    def forget(self, call: Any) -> None:
+        self.events.append("forget")
+        call.parts = []
+
     def share(self, values: list[torch.Tensor] | None, specs: list[Spec]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = self.from_home(values)
         for value, spec in zip(found, specs, strict=True):
@@ -300,7 +304,14 @@ class DoubleCarrier:
 class Double:
     """Stands for a cut model: calling it gives lazy outputs of `model` in micro batches."""
 
-    def __init__(self, model: nn.Module, micro_batches: int, replica: Replica | None = None, rank: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        micro_batches: int,
+        replica: Replica | None = None,
+        rank: int = 0,
+        home: int | None = None,
+    ) -> None:
         replica = replica or Replica()
         engine = model
         if replica.size > 1:
@@ -311,7 +322,7 @@ class Double:
                 if owner != rank:
                     become_foreign(parameter, owner, name)
         self.model, self.micro_batches = model, micro_batches
-        self.carrier = DoubleCarrier(replica, rank, model, engine)
+        self.carrier = DoubleCarrier(replica, rank, model, engine, replica.size - 1 if home is None else home)
         self._kinds: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
