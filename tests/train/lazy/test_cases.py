@@ -56,6 +56,14 @@ def test_a_loop_is_right_or_refused(name):
         assert differences(found, expected) == {}, f"{rows} rows in {micro_batches} micro batches"
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])
+def test_decisions_depend_on_code_alone(name):
+    """What ranks exchange, and when, is the same for other data: no rank could decide otherwise."""
+    (_, events), (other, other_events) = (lazily(name, 10, 3, seed) for seed in (3, 4))
+    assert events == other_events
+    assert differences(other, plainly(name, 10, 3, 4)) == {}
+
+
 def on_ranks(name: str, ranks: int, rows: int, micro_batches: int) -> list[tuple[Outcome, list[str]]]:
     replica = Replica(ranks)
 
