@@ -69,6 +69,21 @@ def effects_astray(assignment: Assignment) -> list[str]:
     return problems
 
 
+def changed_twice(assignment: Assignment, num_devices: int) -> list[str]:
+    """Changes of inputs and buffers that every rank makes for itself, where several stages are on one rank."""
+    problems = []
+    for values, effects in assignment.memory.changed_groups():
+        lasting = any(assignment.nodes[value].is_everywhere for value in values)
+        for effect in effects if lasting else ():
+            devices = [stage % num_devices for stage in assignment.stages[effect]]
+            if len(set(devices)) < len(devices):
+                problems.append(
+                    f"{_in_stage(assignment, effect)} would change an input or a buffer once for each of the stages that are "
+                    "on one device (pipeline.num_chunks): write it without changing the value, or move it into a module"
+                )
+    return problems
+
+
 def moved(
     assignment: Assignment, holders: Mapping[str, Sequence[int]], placed: Mapping[str, Sequence[int]]
 ) -> list[str]:

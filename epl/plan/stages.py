@@ -22,7 +22,7 @@ from itertools import pairwise
 from epl.errors import PlanError, list_problems
 from epl.plan.assignment import Assignment
 from epl.plan.nodes import GraphNode
-from epl.plan.obstacles import cycles, effects_astray, moved, never_executed
+from epl.plan.obstacles import changed_twice, cycles, effects_astray, moved, never_executed
 
 Edge = tuple[int, int]
 
@@ -65,12 +65,14 @@ def cut_stages(
     parameters: Mapping[str, str | None],
     home: Collection[int] = (),
     earlier: StageCut | None = None,
+    num_devices: int | None = None,
 ) -> StageCut:
     """The stages of these nodes, by the rules on top of this file; PlanError with all that is in the way.
 
     `taskgraphs` are those the model has, `parameters` all its parameters with their TaskGraphs. `home` are the nodes whose
     values the last stage wants beside what it computes itself. `earlier` is the cut by which the model was placed, for
-    another recording of it: its order stands, and parameters stay where they are.
+    another recording of it: its order stands, and parameters stay where they are. `num_devices`, if it is smaller than the
+    number of stages, is what these go round.
     """
     assert all(before.index < after.index for before, after in pairwise(nodes)), "nodes come in order of execution"
     placed = {**earlier.buffers, **earlier.holders} if earlier is not None else {}
@@ -84,6 +86,7 @@ def cut_stages(
     problems += [
         *(cycles(assignment) or effects_astray(assignment)),
         *moved(assignment, {**buffers, **holders}, placed),
+        *changed_twice(assignment, num_devices or len(assignment.order)),
     ]
     if problems:
         raise PlanError(list_problems("the TaskGraphs cannot be stages of a pipeline", problems))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -51,8 +52,8 @@ def agree(model: nn.Module, *args: torch.Tensor, **kwargs: Any) -> tuple[dict[st
     recorded = record(model, *args, **kwargs)
     nodes, cut = nodes_and_cut(model, recorded)
     with torch.no_grad():
-        found = run_stages(recorded, cut, recorded.input_tensors(args, kwargs))
-        torch.testing.assert_close(found, model(*args, **kwargs))
+        expected = copy.deepcopy(model)(*args, **kwargs)
+        torch.testing.assert_close(run_stages(recorded, cut, recorded.input_tensors(args, kwargs)), expected)
     return nodes, cut
 
 
@@ -73,6 +74,25 @@ class Chain(nn.Module):
         return self.body(self, x)
 
 
+def _change_a_view(h: torch.Tensor) -> torch.Tensor:
+    first = h[0]
+    first += 1
+    return h
+
+
+def _without_first_row(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[0] = 0
+    return x
+
+
+def _fill(m: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(2, *x.shape)
+    out[0] = m.part0(x)
+    out[1] = m.part1(out[0])
+    return out.sum(0)
+
+
 @pytest.mark.parametrize(
     "forward",
     [
@@ -84,6 +104,9 @@ class Chain(nn.Module):
         lambda m, x: F.linear(m.part1(m.part0(x)), m.part0.weight),
         lambda m, x: m.part1(m.part0(x).clone().add_(1)),
         lambda m, x: (m.part0(x), m.part1(x)),
+        lambda m, x: m.part1(_change_a_view(m.part0(x))),
+        lambda m, x: _fill(m, x),
+        lambda m, x: m.part1(m.part0(_without_first_row(x)) + x),
     ],
 )
 def test_stages_give_what_the_model_gives(forward: Callable[[Any, torch.Tensor], Any]) -> None:
@@ -144,6 +167,28 @@ def test_a_value_changed_by_a_later_stage_and_used_by_an_earlier_one_is_refused(
 
     model = Chain(forward)
     with pytest.raises(PlanError, match=r"(?s)'part1' .*test_staging.py:\d+\) in 's1'"):
+        nodes_and_cut(model, record(model, torch.randn(6, 4)))
+
+
+def test_a_buffer_that_the_glue_sets_is_where_its_value_is_made() -> None:
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        h = m.part0(x * m.table)
+        m.table = h.mean(0).detach()
+        return m.part1(h)
+
+    nodes, cut = agree(Chain(forward), torch.randn(6, 4))
+    assert cut.stages[nodes["table = …"].index] == (0,)
+    assert cut.buffers == {"table": (0,)}
+
+
+def test_a_buffer_that_one_stage_sets_and_another_reads_is_refused() -> None:
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        h = m.part1(m.part0(x * m.table))
+        m.table = h.mean(0).detach()
+        return h
+
+    model = Chain(forward)
+    with pytest.raises(PlanError, match=r"'table = …' .* the next call of the model in 's0'"):
         nodes_and_cut(model, record(model, torch.randn(6, 4)))
 
 

@@ -43,10 +43,18 @@ class Program:
     def glue(self, name: str, *inputs: int, tg: str | None = None, **more: object) -> int:
         return self.add("glue", name, *inputs, taskgraph=tg, **more)
 
-    def cut(self, *home: int, taskgraphs: Sequence[str] | None = None, earlier: StageCut | None = None) -> StageCut:
+    def cut(
+        self,
+        *home: int,
+        taskgraphs: Sequence[str] | None = None,
+        earlier: StageCut | None = None,
+        num_devices: int | None = None,
+    ) -> StageCut:
         found = dict.fromkeys(n.taskgraph for n in self.nodes if n.taskgraph is not None and n.kind != "parameter")
         names = list(found) if taskgraphs is None else taskgraphs
-        return cut_stages(self.nodes, taskgraphs=names, parameters=self.owners, home=home, earlier=earlier)
+        return cut_stages(
+            self.nodes, taskgraphs=names, parameters=self.owners, home=home, earlier=earlier, num_devices=num_devices
+        )
 
 
 Content = tuple[object, ...]

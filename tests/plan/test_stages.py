@@ -441,6 +441,9 @@ def test_a_buffer_that_glue_changes_is_changed_on_every_rank() -> None:
     cut = p.cut()
     assert cut.stages[step] == (0, 1)
     check(p.nodes, cut)
+    assert p.cut(num_devices=2) == cut
+    message = refusal(p, num_devices=1)
+    assert "'add_' (model.py:3) in 's0' and 's1' would change an input or a buffer once for each" in message
 
 
 def test_a_buffer_changed_by_one_stage_and_read_by_another_is_refused() -> None:
