@@ -10,6 +10,7 @@ from epl.data.exchange import Exchange
 from epl.data.files import FilePlace, FileSlice, set_file_place, slice_files
 from epl.data.loader import distribute_loader, restore_loader
 from epl.data.share import BatchShare, DataShare
+from epl.data.watched import watch_loader
 
 __all__ = [
     "BatchShare",
@@ -23,4 +24,5 @@ __all__ = [
     "restore_loader",
     "set_file_place",
     "slice_files",
+    "watch_loader",
 ]

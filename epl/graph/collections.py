@@ -2,8 +2,8 @@
 
 step         what was added since the last optimizer step, or since the loader's last batch; the one before is let go
 object       one `add_to_collection`; inside a forward that runs per micro batch it has a part for each of them
-place        where an object stands among the others: (model calls before it, 1, number) in the loop, and
-             (number of the call, 0, stage, number in that stage's forward) inside a model
+place        where an object stands among the others, as one device would have added them: (model calls before it, 1, count) in
+             the loop, (number of the call, 0, node of its forward or else stage, count) inside a model
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -78,12 +80,10 @@ class Collected:
     """Of the batch that it was made from, if that is known."""
     shares: tuple[int, ...] | None
     """How the rows of the global batch are divided over all shares, if the loader told."""
+    on_stage: bool
+    """Whether it was added by a stage of the model, per micro batch, on the ranks of that stage; else every rank of the replica has
+    it, of the whole batch."""
     parts: list[Part] = field(default_factory=list)
-
-    @property
-    def in_model(self) -> bool:
-        """Whether it was added inside a model, on the ranks of a stage only; else every rank of the replica has it."""
-        return self.place[1] == 0
 
 
 class Moment(NamedTuple):
@@ -100,6 +100,7 @@ class Step:
         self.serial, self.moment = serial, moment
         self.calls = 0
         self.rows: int | None = None
+        self.callers: list[weakref.ref[object]] = []
         self._added = 0
         self._objects: dict[GraphKeys, dict[Place, Collected]] = {key: {} for key in GraphKeys}
 
@@ -107,12 +108,12 @@ class Step:
         """What is in a collection, in the order in which one device would have added it."""
         return [found for _, found in sorted(self._objects[key].items())]
 
-    def add(self, key: GraphKeys, value: torch.Tensor) -> None:
-        """A whole value, added in the loop."""
+    def add(self, key: GraphKeys, value: torch.Tensor, node: int | None) -> None:
+        """A whole value, added in the loop, or by a node of the forward that runs after all stages."""
         objects = self._objects[key]
         self._added += 1
-        place = (self.calls, 1, self._added)
-        objects[place] = Collected(place, self.rows, self.moment.shares, [Part(0, 1, value)])
+        place = (self.calls, 1, self._added) if node is None else (self.calls, 0, node, self._added)
+        objects[place] = Collected(place, self.rows, self.moment.shares, False, [Part(0, 1, value)])
         if len(objects) == _MANY:
             warn(
                 f"{_MANY} values were added to {key.value} in one step, and all are kept. A step ends with optimizer.step(), or when a "
@@ -123,7 +124,7 @@ class Step:
         """What one micro batch has of a value, added inside a model that was called with so many rows."""
         objects = self._objects[key]
         if place not in objects:
-            objects[place] = Collected(place, rows, self.moment.shares)
+            objects[place] = Collected(place, rows, self.moment.shares, True)
         objects[place].parts.append(part)
 
 
@@ -149,22 +150,30 @@ class Collections:
         """What is in a collection."""
         return self._shown.objects(key)
 
-    def add(self, key: GraphKeys, value: torch.Tensor) -> None:
-        """Add a value: of the micro batch that runs now, or of the loop."""
+    def add(self, key: GraphKeys, value: torch.Tensor, node: int | None = None) -> None:
+        """Add a value: of the micro batch that runs now, or of the loop. `node`: the number of the node that adds it, in a forward
+        that was written down."""
         running = _running.get()
         if running is None:
             step = self._current()
-            step.add(key, value)
+            step.add(key, value, node)
         else:
-            step = running.add(key, value)
+            step = running.add(key, value, node)
         if step.serial > self._shown.serial:
             self._shown = step
 
-    def call(self, rows: int) -> CollectingCall:
+    def call(self, rows: int, caller: object = None) -> CollectingCall:
         """A model is called with so many rows, and will run in micro batches: now, or later in this step."""
         step = self._current()
         step.calls, step.rows = step.calls + 1, rows
+        if caller is not None:
+            step.callers.append(weakref.ref(caller))
         return CollectingCall(step, step.calls, rows)
+
+    def callers(self) -> list[object]:
+        """Who has made the calls of this step; some may not have run yet."""
+        steps = [self._shown] if self._shown is self._latest else [self._shown, self._latest]
+        return [caller for step in steps for found in step.callers if (caller := found()) is not None]
 
     def _current(self) -> Step:
         moment = self._moment()
@@ -194,12 +203,12 @@ class _Running:
 
     def __init__(self, call: CollectingCall, stage: int, start: int, rows: int, padded: bool) -> None:
         self._call, self._stage, self._start, self._rows, self._padded = call, stage, start, rows, padded
-        self._counts = dict.fromkeys(GraphKeys, 0)
+        self._counts: Counter[tuple[GraphKeys, int]] = Counter()
 
-    def add(self, key: GraphKeys, value: torch.Tensor) -> Step:
-        step = self._call.step
-        place = (self._call.number, 0, self._stage, self._counts[key])
-        self._counts[key] += 1
+    def add(self, key: GraphKeys, value: torch.Tensor, node: int | None) -> Step:
+        step, where = self._call.step, self._stage if node is None else node
+        self._counts[key, where] += 1
+        place = (self._call.number, 0, where, self._counts[key, where])
         if not self._padded:
             step.add_part(key, place, self._call.rows, Part(self._start, self._rows, value))
         return step

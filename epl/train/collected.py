@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,13 @@ from epl.data.active import active_batches
 from epl.env import Env
 from epl.errors import UsageError, list_problems
 from epl.graph.collections import Collected, CollectingCall, Collections, GraphKeys, Moment, key_of, listener
+from epl.graph.record.program import running_node
 from epl.graph.record.where import inside_checkpoint
 from epl.train.lazy import LazyTensor, node_of
+from epl.train.lazy.meeting import asks, meet
+from epl.train.lazy.protocol import Call
 from epl.train.lazy.read import read
+from epl.train.lazy.whole import compute
 from epl.train.merge import PartForm, Rank, Told, counted, merge_all, problems
 
 _ALIGN = 16
@@ -55,13 +59,14 @@ def collect(value: torch.Tensor, key: GraphKeys) -> None:
     if _torch.backward_id() != -1 and inside_checkpoint():
         return  # a forward that is computed again for its backward has added it already
     _process.watch()
-    _process.collections.add(key, value.detach().clone())
+    node = running_node()
+    _process.collections.add(key, value.detach().clone(), None if node is None else node.meta["number"])
 
 
-def collecting(rows: int) -> CollectingCall:
-    """Say that a model is called with so many rows, and will run in micro batches."""
+def collecting(rows: int, call: Call | None = None) -> CollectingCall:
+    """Say that a model is called with so many rows, and will run in micro batches; `call`, if that may be later."""
     _process.watch()  # a rank whose stage adds nothing counts calls and steps like the others
-    return _process.collections.call(rows)
+    return _process.collections.call(rows, call)
 
 
 def get_collection(key: str) -> list[torch.Tensor]:
@@ -73,7 +78,10 @@ def get_collection(key: str) -> list[torch.Tensor]:
     name = key_of(key)
     what = f"epl.get_collection({name.value})"
     env = Env.get()
+    _process.watch()
+    _run_calls(what)
     objects = _process.collections.objects(name)
+    values = _real(objects, what)
     seats, own = _seats(env), env.cluster.rank
     scope = [n for n, seat in enumerate(seats) if name.is_global or seat[0] == seats[own][0]]
     told = tuple(Told.of(each) for each in objects)
@@ -85,7 +93,6 @@ def get_collection(key: str) -> list[torch.Tensor]:
     found = problems(name.how, ranks, apart=not name.is_global)
     if found:
         raise UsageError(list_problems(what, found))
-    values = _real(objects, what)
     if not _must_travel(ranks, scope):
         return merge_all(name.how, [ranks[own]], lambda rank, number, part: values[number][part])
     group = _process.group(env.job(what), ranks, scope)
@@ -103,6 +110,15 @@ def _seats(env: Env) -> list[tuple[int, int]]:
     return list(zip(numbers, numbers, strict=True))
 
 
+def _run_calls(what: str) -> None:
+    """What the modules add is there once they have run: a model that was called, and not yet used, runs now."""
+    for caller in _process.collections.callers():
+        call = cast("Call", caller)
+        if call.state == "new" and call.nodes:
+            asked = meet(call.carrier, what, call.nodes, ask=asks(call.carrier, call.nodes))
+            compute(call.nodes, f"{what} is called before backward", asked=asked)
+
+
 def _real(objects: Sequence[Collected], what: str) -> list[list[torch.Tensor]]:
     """The values of all parts; what the loop added before it was computed is computed now."""
     lazy = [part.value for each in objects for part in each.parts if isinstance(part.value, LazyTensor)]
@@ -116,7 +132,7 @@ def _must_travel(ranks: Sequence[Rank], scope: Sequence[int]) -> bool:
     """Whether a rank lacks something: what another stage has added, or other shares. All ranks decide alike."""
     if len({ranks[n].share for n in scope}) > 1:
         return any(rank.objects for rank in ranks)
-    return len(scope) > 1 and any(each.in_model for rank in ranks for each in rank.objects)
+    return len(scope) > 1 and any(each.on_stage for rank in ranks for each in rank.objects)
 
 
 def _exchange(
@@ -163,13 +179,15 @@ class _Process:
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def watch(self) -> None:
-        """From the first value on, hear of every optimizer's steps; until `epl.init` starts anew."""
+        """Hear of every optimizer's steps, and forget what was before `epl.init`."""
+        found = Env.get()
+        env = found if found.initialized else None
+        if env is not self._env:
+            self.forget()
+            self._env = env
+            found.at_close(self.forget)
         if self._steps is None:
             self._steps = register_optimizer_step_post_hook(lambda *_: self.collections.end_step())
-        env = Env.get()
-        if env.initialized and env is not self._env:
-            self._env = env
-            env.at_close(self._forget)
 
     def group(self, job: Job, ranks: Sequence[Rank], scope: Sequence[int]) -> dist.ProcessGroup | None:
         """The ranks of `scope`: all, or one of the replicas, whose groups all ranks make together."""
@@ -185,7 +203,8 @@ class _Process:
             self._groups[key] = made[0]
         return self._groups[key]
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begin as if nothing had ever been added."""
         self.collections.clear()
         self._groups.clear()
         self._env = None

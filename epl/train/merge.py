@@ -25,23 +25,19 @@ class PartForm(NamedTuple):
 
 
 class Told(NamedTuple):
-    """An object as a rank tells the others of it."""
+    """An object as a rank tells the others of it; see `Collected`."""
 
     place: Place
     rows: int | None
     shares: tuple[int, ...] | None
+    on_stage: bool
     parts: tuple[PartForm, ...]
 
     @staticmethod
     def of(found: Collected) -> Told:
         """What a rank has of an object."""
         forms = tuple(PartForm(p.start, p.rows, tuple(p.value.shape), p.value.dtype) for p in found.parts)
-        return Told(found.place, found.rows, found.shares, forms)
-
-    @property
-    def in_model(self) -> bool:
-        """Whether only the ranks of a stage have it; else all ranks of the share do."""
-        return self.place[1] == 0
+        return Told(found.place, found.rows, found.shares, found.on_stage, forms)
 
 
 class Rank(NamedTuple):
@@ -64,7 +60,7 @@ def problems(how: How, ranks: Sequence[Rank], *, apart: bool) -> list[str]:
 def _different_objects(ranks: Sequence[Rank]) -> list[str]:
     """In the loop all ranks add alike; inside their models all shares do."""
     found = []
-    in_loop = [[each.place for each in rank.objects if not each.in_model] for rank in ranks]
+    in_loop = [[each.place for each in rank.objects if not each.on_stage] for rank in ranks]
     other = next((n for n, places in enumerate(in_loop) if places != in_loop[0]), None)
     if other is not None:
         found.append(
@@ -73,7 +69,7 @@ def _different_objects(ranks: Sequence[Rank]) -> list[str]:
         )
     by_share: dict[int, set[Place]] = {}
     for rank in ranks:
-        by_share.setdefault(rank.share, set()).update(each.place for each in rank.objects if each.in_model)
+        by_share.setdefault(rank.share, set()).update(each.place for each in rank.objects if each.on_stage)
     counts = [len(places) for _, places in sorted(by_share.items())]
     if any(places != by_share[ranks[0].share] for places in by_share.values()):
         found.append(
@@ -99,7 +95,7 @@ def _missing_micro_batches(ranks: Sequence[Rank]) -> list[str]:
     whole: dict[tuple[int, Place], int | None] = {}
     for rank in ranks:
         for each in rank.objects:
-            if each.in_model:
+            if each.on_stage:
                 key = (rank.share, each.place)
                 seen[key] = seen.get(key, 0) + sum(part.rows for part in each.parts)
                 whole[key] = each.rows
@@ -137,7 +133,7 @@ def counted(ranks: Sequence[Rank]) -> Iterator[tuple[int, int, int]]:
     for number, rank in enumerate(ranks):
         first.setdefault(rank.share, number)
         for n, each in enumerate(rank.objects):
-            if each.in_model or first[rank.share] == number:
+            if each.on_stage or first[rank.share] == number:
                 yield from ((number, n, part) for part in range(len(each.parts)))
 
 

@@ -26,6 +26,7 @@ from epl.data import (
     distribute_loader,
     restore_loader,
     set_file_place,
+    watch_loader,
 )
 from epl.env import Env
 from epl.errors import PlanError, RanksDisagreeError
@@ -318,6 +319,8 @@ class Replicas:
         )
         distribute_loader(loader, share, _LoaderExchange(self._job))
         self._undo.append(functools.partial(_restore, loader))
+        if share.alone and share.num_micro_batch == 1:
+            self._undo.append(watch_loader(loader))
 
     def _close(self) -> None:
         while self._undo:

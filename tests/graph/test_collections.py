@@ -85,7 +85,7 @@ def test_micro_batches_of_a_call_are_parts_of_one_object() -> None:
             loop.add(start + 0.25)
     assert loop.values() == [[0.5, 3.5], [0.25, 3.25]]
     first = loop.collections.objects(MEAN)[0]
-    assert first.in_model
+    assert first.on_stage
     assert first.rows == 5
     assert [(part.start, part.rows) for part in first.parts] == [(0, 3), (3, 2)]
 

@@ -12,11 +12,11 @@ F32 = torch.float32
 
 
 def loop_object(shape=(), *, shares=None, rows=None, number=1):
-    return Told((0, 1, number), rows, shares, (PartForm(0, 1, shape, F32),))
+    return Told((0, 1, number), rows, shares, False, (PartForm(0, 1, shape, F32),))
 
 
 def model_object(stage, parts, rows):
-    return Told((1, 0, stage, 0), rows, None, tuple(PartForm(start, n, (), F32) for start, n in parts))
+    return Told((1, 0, stage, 0), rows, None, True, tuple(PartForm(start, n, (), F32) for start, n in parts))
 
 
 def test_merge_of_micro_batches():

@@ -46,7 +46,7 @@ class ModelCall:
         self._versions = [(t, _torch.version_of(t)) for t in watched if not t.is_inference()]
         self._cuts = cut_evenly(0, self.rows, len(self.sizes))
         self._leaves: list[torch.Tensor] | None = None
-        self._collecting = collecting(self.rows)
+        self._collecting = collecting(self.rows, self)
 
     @property
     def slots(self) -> int:

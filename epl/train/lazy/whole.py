@@ -95,8 +95,8 @@ def compute(
         share_values([p for n in recorded for p in n.parents if _is_plain(p) and not p.everywhere])
     for node in recorded:
         if node.func is output_of:
-            call = node.args[0]
-            if not node.done or (everyone and node.graph == "home"):
+            if not node.done or (everyone and node.graph == "home"):  # else it came with another output of its call
+                call = node.args[0]
                 _run_call(call, everyone, why, keep=call not in forward_only)
         else:
             _evaluate(node, everyone, terms)
