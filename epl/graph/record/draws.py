@@ -66,6 +66,10 @@ class Draws:
         """The drawn numbers, in order."""
         return tuple(value for step, value in zip(self.steps, self._values, strict=True) if step.kind == "draw")
 
+    def is_source(self, function: Any) -> bool:
+        """Whether a function may draw a single number."""
+        return function in _SOURCES
+
     def is_draw(self, function: Any, kwargs: dict[str, Any], result: Any) -> bool:
         """Whether this call, which gave a fake result, is to be drawn for real."""
         if function not in _SOURCES or kwargs.get("generator") is not None or kwargs.get("out") is not None:

@@ -7,11 +7,12 @@ nothing that a forward does to its modules is left behind: every module's `__dic
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from epl.graph.spec import Spec
 
 _CONTAINERS = frozenset({dict, list, set, OrderedDict, defaultdict, deque})
 _TENSOR_DICTS = ("_parameters", "_buffers")
+_OWN = frozenset(nn.Module().__dict__)
+_CHANGED = frozenset({"_modules", "_forward_hooks", "_forward_pre_hooks"})
+"""Of the containers that every module has, those that a forward might change: some install hooks when they first run."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,17 @@ class Held:
     """From the model, as in `encoder.position`."""
 
 
+class _Entry(NamedTuple):
+    """A module, and what it holds while it is recorded."""
+
+    module: nn.Module
+    parameters: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor | None]
+    others: dict[str, torch.Tensor]
+    containers: tuple[str, ...]
+    """The attributes whose contents a forward might change."""
+
+
 class FakeModel:
     """A model whose tensors are replaced by fakes inside `entered()`. The fakes are kept for the next recording."""
 
@@ -41,13 +56,18 @@ class FakeModel:
         """By the id of the fake."""
         self._device = device
         self._fakes: dict[int, tuple[weakref.ref[torch.Tensor], Spec, torch.Tensor]] = {}
-        self._entered: dict[nn.Module, dict[str, Any]] = {}
-        self._real: dict[int, torch.Tensor] = {}
+        self._entries: list[_Entry] | None = None
+        self._before: dict[nn.Module, dict[str, Any]] = {}
+        self._at_start: dict[nn.Module, dict[str, Any]] = {}
 
     def spec_of(self, tensor: torch.Tensor) -> Spec:
         """The spec with which a tensor is recorded: as it is, but never on the meta device."""
         spec = Spec.of(tensor)
         return spec._replace(device=self._device) if spec.device.type == "meta" else spec
+
+    def look_again(self) -> None:
+        """Something about the model's modules or tensors has changed."""
+        self._entries = None
 
     @contextlib.contextmanager
     def entered(self, glue: Collection[nn.Module]) -> Iterator[None]:
@@ -55,28 +75,35 @@ class FakeModel:
 
         What the forward sets on the modules `glue` is told by `changes()`, until then.
         """
-        saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        if self._entries is None:
+            self.held = {}
+            self._entries = [self._entry(path, module) for path, module in self.model.named_modules()]
         contents: list[tuple[Any, Any]] = []
-        self.held, self._real = {}, {}
         try:
-            for path, module in self.model.named_modules():
+            for module, parameters, buffers, others, containers in self._entries:
                 state = module.__dict__
-                saved.append((state, dict(state)))
-                contents += [(value, value.copy()) for value in state.values() if type(value) in _CONTAINERS]
-                self._replace_tensors(path, module)
-            self._entered = {module: _attributes(module) for module in glue}
+                self._before[module] = state.copy()
+                for name in containers:
+                    value = state.get(name)
+                    if type(value) in _CONTAINERS:
+                        contents.append((value, value.copy() if value else None))  # type: ignore[union-attr]
+                # Copies: what the forward registers or assigns goes into them, and is gone with them.
+                state["_parameters"], state["_buffers"] = parameters.copy(), buffers.copy()
+                state.update(others)
+            self._at_start = {module: _attributes(module) for module in glue}
             yield
         finally:
-            self._entered, self._real = {}, {}
-            for state, before in saved:
+            for module, before in self._before.items():
+                state = module.__dict__
                 state.clear()
                 state.update(before)
-            for container, before in contents:
-                _put_back(container, before)
+            for container, content in contents:
+                _put_back(container, content)
+            self._before, self._at_start = {}, {}
 
     def changes(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """What the forward has set anew so far: (module, attribute, value)."""
-        for module, before in self._entered.items():
+        for module, before in self._at_start.items():
             for name, value in _attributes(module).items():
                 if name not in before or before[name] is not value:
                     yield module, name, value
@@ -84,49 +111,56 @@ class FakeModel:
     @contextlib.contextmanager
     def filled(self, module: nn.Module, stand_in: Callable[[Spec], torch.Tensor]) -> Iterator[None]:
         """Inside, this module has numbers: stand-ins for its parameters, copies of its other tensors."""
-        saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         made: dict[int, torch.Tensor] = {}
 
         def number(fake: torch.Tensor) -> torch.Tensor:
             if id(fake) not in made:
-                real = self._real.get(id(fake))
-                if isinstance(fake, nn.Parameter):
-                    made[id(fake)] = nn.Parameter(
-                        stand_in(Spec.of(fake)._replace(requires_grad=False)), fake.requires_grad
-                    )
-                elif real is None or real.device.type == "meta":
-                    made[id(fake)] = stand_in(Spec.of(fake))
-                else:
-                    made[id(fake)] = real.detach().clone().requires_grad_(fake.requires_grad)
+                made[id(fake)] = self._numbers(fake, stand_in)
             return made[id(fake)]
 
+        saved = [(each.__dict__, each.__dict__.copy()) for each in module.modules()]
         try:
-            for each in module.modules():
-                state = each.__dict__
-                saved.append((state, dict(state)))
+            for state, _ in saved:
                 for kind in _TENSOR_DICTS:
                     state[kind] = {name: None if fake is None else number(fake) for name, fake in state[kind].items()}
-                for name, value in list(state.items()):
-                    if isinstance(value, torch.Tensor):
-                        state[name] = number(value)
+                state.update({name: number(value) for name, value in state.items() if isinstance(value, torch.Tensor)})
             yield
         finally:
             for state, before in saved:
                 state.clear()
                 state.update(before)
 
-    def _replace_tensors(self, path: str, module: nn.Module) -> None:
+    def _numbers(self, fake: torch.Tensor, stand_in: Callable[[Spec], torch.Tensor]) -> torch.Tensor:
+        if isinstance(fake, nn.Parameter):
+            return nn.Parameter(stand_in(Spec.of(fake)._replace(requires_grad=False)), fake.requires_grad)
+        held = self.held.get(id(fake))
+        before = {} if held is None else self._before[held.owner]
+        real = None if held is None else before["_buffers"].get(held.name, before.get(held.name))
+        if real is None or real.device.type == "meta":
+            return stand_in(Spec.of(fake))
+        return cast(torch.Tensor, real.detach().clone().requires_grad_(fake.requires_grad))
+
+    def _entry(self, path: str, module: nn.Module) -> _Entry:
         prefix = f"{path}." if path else ""
         state = module.__dict__
-        for kind in _TENSOR_DICTS:
-            # A new dict: what the forward registers or assigns goes into it, and is gone with it.
-            state[kind] = {
+        parameters, buffers = (
+            {
                 name: None if real is None else self._fake(module, name, prefix, real)
                 for name, real in state[kind].items()
             }
-        for name, value in list(state.items()):
-            if isinstance(value, torch.Tensor):
-                state[name] = self._fake(module, name, prefix, value)
+            for kind in _TENSOR_DICTS
+        )
+        others = {
+            name: self._fake(module, name, prefix, real)
+            for name, real in state.items()
+            if isinstance(real, torch.Tensor)
+        }
+        containers = tuple(
+            name
+            for name, value in state.items()
+            if type(value) in _CONTAINERS and (name not in _OWN or name in _CHANGED) and name not in _TENSOR_DICTS
+        )
+        return _Entry(module, parameters, buffers, others, containers)
 
     def _fake(self, owner: nn.Module, name: str, prefix: str, real: torch.Tensor) -> torch.Tensor:
         spec = self.spec_of(real)
@@ -139,7 +173,6 @@ class FakeModel:
                 fake.requires_grad_()
             known = self._fakes[id(real)] = (weakref.ref(real), spec, fake)
         self.held.setdefault(id(known[2]), Held(owner, name, prefix + name))
-        self._real[id(known[2])] = real
         return known[2]
 
 
@@ -148,16 +181,15 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {**own, **module.__dict__["_parameters"], **module.__dict__["_buffers"]}
 
 
-def _put_back(container: Any, before: Any) -> None:
-    same = len(container) == len(before) and all(map(_is, container, before))
-    if same and (not isinstance(container, dict) or all(map(_is, container.values(), before.values()))):
+def _put_back(container: Any, content: Any) -> None:
+    if content is None:
+        container.clear()
+        return
+    same = len(container) == len(content) and all(map(operator.is_, container, content))
+    if same and (not isinstance(container, dict) or all(map(operator.is_, container.values(), content.values()))):
         return
     container.clear()
     if isinstance(container, (dict, set)):
-        container.update(before)
+        container.update(content)
     else:
-        container.extend(before)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
+        container.extend(content)

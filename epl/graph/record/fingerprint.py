@@ -14,7 +14,11 @@ from epl.graph.spec import Spec
 
 # Every layer of a model has its own number, and hardly ever does the shape of its result depend on it.
 _PLACES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "block_id"})
-_OWN = frozenset(nn.Module().__dict__)
+MODULES_OWN = frozenset(nn.Module().__dict__)
+"""What every module has in its `__dict__`."""
+
+
+_SIMPLE = frozenset({int, float, bool, str, type(None)})
 
 
 class Same:
@@ -40,7 +44,7 @@ def fingerprint(module: nn.Module) -> Hashable | None:
     for tensors in (module._parameters, module._buffers):
         parts += [(name, None if tensor is None else _spec(tensor)) for name, tensor in tensors.items()]
     for name, value in module.__dict__.items():
-        if name not in _OWN and name not in _PLACES:
+        if name not in MODULES_OWN and name not in _PLACES:
             parts.append((name, _attribute(value)))
     for name, child in module._modules.items():
         inner = None if child is None else fingerprint(child)
@@ -55,6 +59,8 @@ def _spec(tensor: torch.Tensor) -> Hashable:
 
 
 def _attribute(value: Any) -> Hashable:
+    if type(value) in _SIMPLE:
+        return type(value), value
     frozen: Hashable = freeze(value, lambda leaf: Spec.of(leaf) if isinstance(leaf, torch.Tensor) else Same(leaf))
     try:
         hash(frozen)
@@ -65,7 +71,7 @@ def _attribute(value: Any) -> Hashable:
 
 def plain_attributes(thing: Any) -> Hashable:
     """The numbers, strings, flags and containers of them that a thing has as attributes, and its functions by identity."""
-    own = _OWN if isinstance(thing, nn.Module) else ()
+    own = MODULES_OWN if isinstance(thing, nn.Module) else ()
     return tuple(
         (name, _attribute(value))
         for name, value in vars(thing).items()

@@ -23,6 +23,7 @@ from epl.graph.record import hooks
 from epl.graph.record.chance import PythonStreams, torch_streams_kept
 from epl.graph.record.fakes import FakeModel
 from epl.graph.record.fingerprint import fingerprint
+from epl.graph.record.foresight import describe
 from epl.graph.record.objects import dump
 from epl.graph.record.shapes import Form, Rule
 from epl.graph.record.tree import Rebuild, freeze, leaves_of, skeleton
@@ -40,35 +41,37 @@ class _Kept(NamedTuple):
 
 
 class _Call(NamedTuple):
-    key: Hashable
-    form: Hashable
+    kind: Hashable
+    """The module's fingerprint and its arguments without their sizes."""
     sizes: tuple[int, ...]
 
 
 class Stamp(torch.autograd.Function):
-    """A fake tensor of a spec, as an operation would have made it: not a leaf of autograd."""
+    """Gives a fake tensor a history."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, spec: Spec) -> torch.Tensor:
-        return spec._replace(requires_grad=False).empty()
+    def forward(ctx: Any, anchor: torch.Tensor, mode: Any, spec: Spec) -> torch.Tensor:
+        return _torch.make_fake(mode, spec.shape, spec.stride, spec.dtype, spec.device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
         raise AssertionError("recorded values are never differentiated")
 
 
 class Leaves:
     """Runs leaves, and remembers; kept from recording to recording."""
 
-    def __init__(self, model: FakeModel) -> None:
+    def __init__(self, model: FakeModel, mode: Any) -> None:
+        """`mode`: the fake mode under which everything is recorded."""
         self.trusted = False
         """Whether a module that is given an object may be remembered too: what it does to the object does not matter."""
         self._model = model
         self._prints: dict[nn.Module, int | None] = {}
         self._numbers: dict[Hashable, int] = {}
-        self._kept: dict[Hashable, _Kept] = {}
+        self._kept: dict[_Call, _Kept] = {}
         self._rules: dict[Hashable, tuple[Rule, Rebuild]] = {}
         self._needs_numbers: set[int] = set()
+        self._mode = mode
         self._anchor: torch.Tensor | None = None
 
     def forget_modules(self) -> None:
@@ -130,15 +133,18 @@ class Leaves:
                 result = original(module, *args, **kwargs)
         found, refill = skeleton(result)
         handed = {id(copy): leaf for copy, leaf in zip(real, leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
-        return refill([self._fresh(Spec.of(f)) if isinstance(f, torch.Tensor) else handed.get(id(f), f) for f in found])
+        return refill([self.fresh(Spec.of(f)) if isinstance(f, torch.Tensor) else handed.get(id(f), f) for f in found])
 
-    def _fresh(self, spec: Spec) -> torch.Tensor:
-        if not spec.requires_grad:
+    def fresh(self, spec: Spec) -> torch.Tensor:
+        """A fake tensor of a spec, as an operation would have made it: not a leaf of autograd."""
+        if len(spec.stride) != len(spec.shape):
             return spec.empty()
+        if not spec.requires_grad:
+            return _torch.make_fake(self._mode, spec.shape, spec.stride, spec.dtype, spec.device)
         if self._anchor is None:
             self._anchor = torch.empty((), requires_grad=True)
         with torch.enable_grad():
-            return Stamp.apply(self._anchor, spec)  # type: ignore[no-any-return, no-untyped-call]
+            return Stamp.apply(self._anchor, self._mode, spec)  # type: ignore[no-any-return, no-untyped-call]
 
     # ---- remembering -------------------------------------------------------------------------------------------------
 
@@ -147,23 +153,12 @@ class Leaves:
         if number is None:
             return None
         sizes: list[int] = []
-
-        def spec(leaf: Any) -> Any:
-            return Spec.of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)
-
-        def form(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return type(leaf)
-            sizes.extend(leaf.shape)
-            return Form.of(Spec.of(leaf))
-
-        ambient = (number, Context.now(), torch.get_default_dtype())
+        kind = (number, describe((args, kwargs), sizes, Spec.of, whole), Context.now(), torch.get_default_dtype())
         try:
-            key = (ambient, freeze((args, kwargs), spec, whole))
-            hash(key)
-            return _Call(key, (ambient, freeze((args, kwargs), form, whole)), tuple(sizes))
+            hash(kind)
         except TypeError:
             return None
+        return _Call(kind, tuple(sizes))
 
     def _number(self, module: nn.Module) -> int | None:
         if module not in self._prints:
@@ -172,16 +167,16 @@ class Leaves:
         return self._prints[module]
 
     def _recall(self, call: _Call) -> _Kept | None:
-        kept = self._kept.get(call.key)
-        if kept is None and call.form in self._rules:
-            rule, fill = self._rules[call.form]
+        kept = self._kept.get(call)
+        if kept is None and call.kind in self._rules:
+            rule, fill = self._rules[call.kind]
             specs = rule.predict(call.sizes)
             if specs is not None:
                 kept = _Kept(tuple(specs), fill)
         return kept
 
     def _rebuild(self, kept: _Kept, things: list[Any]) -> Any:
-        return kept.fill([things[s] if isinstance(s, int) else self._fresh(s) for s in kept.specs])
+        return kept.fill([things[s] if isinstance(s, int) else self.fresh(s) for s in kept.specs])
 
     def _keep(self, call: _Call, result: Any, things: list[Any]) -> None:
         leaves, fill = skeleton(result)
@@ -196,11 +191,12 @@ class Leaves:
                 specs.append(same[0])
         if len(self._kept) >= _LIMIT:
             self._kept.clear()
-        self._kept[call.key] = _Kept(tuple(specs), fill)
-        if all(isinstance(spec, Spec) for spec in specs):
-            rule, _ = self._rules.setdefault(call.form, (Rule(), fill))
+        self._kept[call] = _Kept(tuple(specs), fill)
+        tensors = [spec for spec in specs if isinstance(spec, Spec)]
+        if len(tensors) == len(specs):
             around = freeze(result, lambda leaf: None)  # numbers among the results may follow the sizes too
-            rule.observe(call.sizes, [spec for spec in specs if isinstance(spec, Spec)], around)
+            rule, _ = self._rules.setdefault(call.kind, (Rule(tuple(map(Form.of, tensors)), around), fill))
+            rule.observe(call.sizes, tensors, around)
 
 
 def _shares_memory(result: Any, inputs: list[torch.Tensor]) -> bool:

@@ -23,6 +23,7 @@ from epl.graph.collections import Again, GraphKeys, overheard
 from epl.graph.record import steps
 from epl.graph.record.chance import is_random
 from epl.graph.record.draws import Draws
+from epl.graph.record.foresight import Foreseen, Foresight
 from epl.graph.record.leaf import Leaves, Stamp
 from epl.graph.record.tree import children_of, skeleton, tensors_of
 from epl.graph.record.where import inside_checkpoint, user_line
@@ -46,6 +47,11 @@ _READS = frozenset(
     }
     | {"__format__", "is_nonzero", "equal", "allclose", "data_ptr", "__dlpack__"}
 )
+_QUESTIONS = frozenset(
+    {"size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous", "__len__", "__hash__"}
+)
+"""Torch calls that never give a tensor."""
+
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 WAYS_OUT = (
@@ -65,7 +71,9 @@ class NotALeaf(BaseException):
 class Recorder(TorchFunctionMode):
     """Writes down what happens inside `listening()`."""
 
-    def __init__(self, writer: Writer, leaves: Leaves, draws: Draws, paths: dict[nn.Module, str | None]) -> None:
+    def __init__(
+        self, writer: Writer, leaves: Leaves, foresight: Foresight, draws: Draws, paths: dict[nn.Module, str | None]
+    ) -> None:
         """`paths`: the names of the modules that are leaves."""
         super().__init__()
         self.writer, self.draws = writer, draws
@@ -75,7 +83,7 @@ class Recorder(TorchFunctionMode):
         """Called with the number of leaves that have run."""
         self.taskgraph_of: Callable[[nn.Module], str | None] = lambda module: None
         self.refused: RecordingError | None = None
-        self._leaves = leaves
+        self._leaves, self._foresight = leaves, foresight
         self._paths = paths
         self._deaf = False
         self._thread = threading.get_ident()
@@ -109,37 +117,52 @@ class Recorder(TorchFunctionMode):
     # ---- torch functions ---------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._deaf:
+        kwargs, name = kwargs or {}, func.__name__
+        if self._deaf or name in _QUESTIONS:
             return func(*args, **kwargs)
+        if name == "__get__":  # x.shape, x.device and the like: by far the most frequent
+            answer = func(*args)
+            if not isinstance(answer, torch.Tensor):
+                return answer
         if func in _BACKWARD:
             self.refuse("the forward differentiates between its modules, which may be on different stages")
         inputs, args, kwargs = self._fakes(args, kwargs)
+        known = self.draws.knows(inputs)
+        foreseeable = not known and name not in KEPT and not self.draws.is_source(func)
+        call = self._foresight.call(func, args, kwargs, self.writer.spec_of) if foreseeable else None
+        foreseen = None if call is None else self._foresight.foresee(call, inputs)
         versions = [_torch.version_of(t) for t in inputs]
         try:
-            result = func(*args, **kwargs)
+            result = func(*args, **kwargs) if foreseen is None else foreseen.result
         except Exception as error:
             return self._unknown(func, args, kwargs, inputs, error)
-        made = tensors_of(result)
         if self.draws.is_draw(func, kwargs, result):
             node = self.writer.write("call_function", steps.drawn, (self.draws.draw(result, func, args, kwargs),))
             self.writer.bind(result, node)
             return result
+        made = tensors_of(result)
         touched = [t for t, before in zip(inputs, versions, strict=True) if _torch.version_of(t) != before]
-        if not touched and not func.__name__.endswith("_") and any(map(self.writer.is_bound, made)):
-            # contiguous, to, dropout and their like return what they were given where nothing is to be done: at another size
-            # there may be, and all sizes must have the same nodes.
-            with self._not_listening():
-                result = self._own(result, inputs, versions)
-            made = tensors_of(result)
-        if touched or func.__name__ in KEPT or not all(map(self.writer.is_bound, made)):
-            if self.draws.knows(inputs) and isinstance(result, torch.Tensor) and not touched:
-                self.draws.compute(result, func, args, kwargs)
-            self.draws.forget(touched)
-            node = self.writer.write("call_function", func, self.writer.argument(args), self.writer.argument(kwargs))
-            node.meta["random"] = is_random(func)
-            self.writer.result(node, result, inputs, versions)
+        if foreseen is not None:
+            self._believe(made, foreseen)
+        elif not touched and name not in KEPT and all(map(self.writer.is_bound, made)):
+            return result
+        elif call is not None and not touched:
+            self._foresight.observe(call, inputs, result)
+        if known and isinstance(result, torch.Tensor) and not touched:
+            self.draws.compute(result, func, args, kwargs)
+        self.draws.forget(touched)
+        node = self.writer.write("call_function", func, self.writer.argument(args), self.writer.argument(kwargs))
+        node.meta["random"] = is_random(func)
+        if name in KEPT:
+            self.writer.forget_specs()
+        self.writer.result(node, result, inputs, versions)
         return result
+
+    def _believe(self, made: list[torch.Tensor], foreseen: Foreseen) -> None:
+        for tensor, spec, other in zip(made, foreseen.specs, foreseen.shares, strict=True):
+            self.writer.note_spec(tensor, spec)
+            if other is not None:
+                self.writer.share(tensor, other)
 
     def _unknown(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], error: Exception) -> Any:
         """The forward wants to know something that a fake tensor does not."""

@@ -13,6 +13,7 @@ from epl import _torch
 from epl.graph.record.call import RecordedCall
 from epl.graph.record.draws import DrawTree
 from epl.graph.record.fakes import FakeModel
+from epl.graph.record.foresight import Foresight
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.leaf import Leaves
 from epl.graph.record.maker import Maker
@@ -41,9 +42,11 @@ class Recordings:
         `device`: where the tensors of a model on the meta device are going to be (the CPU)."""
         self._modules = Modules(model, taskgraph_of)
         self._fakes = FakeModel(model, device or torch.device("cpu"))
-        self._leaves = Leaves(self._fakes)
+        mode = _torch.fake_mode()
+        self._leaves = Leaves(self._fakes, mode)
+        foresight = Foresight(self._leaves.fresh)
         surroundings = Surroundings(
-            self._fakes, self._leaves, Scopes(registry), _torch.fake_mode(), self._modules.taskgraph_of
+            self._fakes, self._leaves, foresight, Scopes(registry), mode, self._modules.taskgraph_of
         )
         self._maker = Maker(self._modules, surroundings, set())
         self._cache: OrderedDict[Hashable, DrawTree[RecordedCall]] = OrderedDict()
@@ -93,5 +96,6 @@ class Recordings:
     def _model_key(self) -> Hashable:
         key, is_new = self._modules.key()
         if is_new:
+            self._fakes.look_again()
             self._leaves.forget_modules()
         return key

@@ -16,6 +16,7 @@ from epl.graph.record import hooks, steps
 from epl.graph.record.chance import PythonStreams, torch_streams_kept
 from epl.graph.record.draws import Draws
 from epl.graph.record.fakes import FakeModel
+from epl.graph.record.foresight import Foresight
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.leaf import Leaves
 from epl.graph.record.objects import dump, is_cache
@@ -81,6 +82,7 @@ class Surroundings:
 
     model: FakeModel
     leaves: Leaves
+    foresight: Foresight
     scopes: Scopes
     fake_mode: contextlib.AbstractContextManager[Any]
     taskgraph_of: Callable[[nn.Module], str | None]
@@ -98,7 +100,7 @@ def record(
     """The model's forward on inputs of these shapes. `paths`: the leaves with their names. `glue`: the other modules."""
     model, context = surroundings.model, Context.now()
     writer = Writer(model, surroundings.scopes.current)
-    recorder = Recorder(writer, surroundings.leaves, draws, paths)
+    recorder = Recorder(writer, surroundings.leaves, surroundings.foresight, draws, paths)
     recorder.taskgraph_of = surroundings.taskgraph_of
 
     recorder.tell = _Progress()

@@ -54,16 +54,42 @@ class Writer:
         self._bindings: dict[int, _Binding] = {}
         self._sharing: dict[int, list[torch.Tensor]] = {}
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._memories: dict[int, int] = {}
+        self._specs: dict[int, tuple[torch.Tensor, Spec]] = {}
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def bind(self, tensor: torch.Tensor, node: fx.Node, place: Place = None) -> None:
         """From now on `tensor` is the value of this node, or a part of it."""
         if place is None:
-            node.meta["spec"] = Spec.of(tensor)
+            node.meta["spec"] = self.spec_of(tensor)
         if id(tensor) not in self._bindings:
-            self._sharing.setdefault(_torch.memory_of(tensor), []).append(tensor)
+            self._sharing.setdefault(self.memory_of(tensor), []).append(tensor)
         self._bindings[id(tensor)] = _Binding(tensor, node, place)
+
+    def spec_of(self, tensor: torch.Tensor) -> Spec:
+        """The spec of a fake tensor; remembered, since to ask one takes as long as to make one."""
+        known = self._specs.get(id(tensor))
+        if known is None:
+            known = (tensor, Spec.of(tensor))
+            self._specs[id(tensor)] = known
+        return known[1]
+
+    def forget_specs(self) -> None:
+        """Something was changed in place: it, and what shares its memory, may require a gradient now."""
+        self._specs.clear()
+
+    def note_spec(self, tensor: torch.Tensor, spec: Spec) -> None:
+        """Say what the spec of a new tensor is."""
+        self._specs[id(tensor)] = (tensor, spec)
+
+    def memory_of(self, tensor: torch.Tensor) -> int:
+        """A number that tensors have in common if they share memory."""
+        return self._memories.get(id(tensor)) or _torch.memory_of(tensor)
+
+    def share(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Believe that a new tensor shares its memory with another, although the fakes do not."""
+        self._memories[id(tensor)] = self.memory_of(other)
 
     def is_bound(self, tensor: torch.Tensor) -> bool:
         """Whether a node has made it, or the model holds it."""
@@ -150,17 +176,19 @@ class Writer:
     def result(self, node: fx.Node, value: Any, inputs: list[torch.Tensor], versions: list[int]) -> None:
         """Note what a call returned and did: `inputs` are the tensors it was given, with their versions before it."""
         touched = [t for t, before in zip(inputs, versions, strict=True) if _torch.version_of(t) != before]
+        if touched:
+            self.forget_specs()
         before = [(t, self.node_of(t)) for t in touched]
         places = self._places(value)
         if isinstance(value, torch.Tensor):
-            node.meta["spec"] = Spec.of(value)
+            node.meta["spec"] = self.spec_of(value)
         else:
-            node.meta["specs"] = tuple(Spec.of(t) for t in tensors_of(value))
+            node.meta["specs"] = tuple(map(self.spec_of, tensors_of(value)))
         for tensor, place in places:
             if not self.is_bound(tensor):
                 self.bind(tensor, node, place)
-        memories = {_torch.memory_of(t) for t, _ in places}
-        views = [self.node_of(t) for t in inputs if _torch.memory_of(t) in memories] if memories else []
+        memories = {self.memory_of(t) for t, _ in places}
+        views = [self.node_of(t) for t in inputs if self.memory_of(t) in memories] if memories else []
         node.meta["views"] = tuple(each for each in dict.fromkeys(views) if each is not node)
         if before:
             self._note_effects(node, before, {id(t): place for t, place in places})
@@ -179,7 +207,7 @@ class Writer:
     ) -> None:
         seen: set[int] = set()
         for tensor, target in before:
-            memory = _torch.memory_of(tensor)
+            memory = self.memory_of(tensor)
             if memory in seen:
                 continue
             seen.add(memory)
