@@ -280,3 +280,12 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
 LOADING_STATE = torch.nn.Module._load_from_state_dict.__code__
 """The code that copies a state dict's entries into one module's own tensors: a copy into another rank's parameter is meant
 seriously unless it comes from here."""
+
+
+LOADING_STATE = torch.nn.Module._load_from_state_dict.__code__
+"""The code that copies a state dict's entries into one module's own tensors: a copy into another rank's parameter is meant
+seriously unless it comes from here."""
+
+CONVERTING = torch.nn.Module._apply.__code__
+"""The code that `module.to`, `.double()` and the like walk a module's tensors with: there, and only there, another rank's
+parameter may change its dtype without its numbers."""

@@ -17,9 +17,6 @@ from epl.graph.spec import Spec
 from epl.train.lazy.node import Node, foreign, name_of
 from epl.train.lazy.tensor import LazyTensor, answer
 
-_LOADING = nn.Module._load_from_state_dict.__code__
-_APPLYING = nn.Module._apply.__code__
-
 
 class ForeignParameter(nn.Parameter):
     """What a rank holds of another rank's parameter. Optimizers and clipping skip it, since it never has a gradient."""
@@ -127,7 +124,7 @@ def _is_called_by(code: CodeType) -> bool:
 
 def _copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Loading a whole state dict on every rank: each takes its part, and this is another's."""
-    if not _is_called_by(_LOADING):
+    if not _is_called_by(_torch.LOADING_STATE):
         refuse(args[0], name_of(func))
     return args[0]
 
@@ -148,7 +145,7 @@ def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         same = converted.dtype == parameter.dtype and converted.device == parameter.device
     if same:
         return parameter
-    if not _is_called_by(_APPLYING):
+    if not _is_called_by(_torch.CONVERTING):
         return answer(func, args, kwargs)
     if converted.device != parameter.device:
         refuse(parameter, f"moving it to {converted.device} (move the model before epl.parallelize)")
@@ -159,7 +156,7 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     parameter, data = args
     if data is parameter:
         return
-    if not _is_called_by(_APPLYING):
+    if not _is_called_by(_torch.CONVERTING):
         refuse(parameter, "setting its data")
     with _torch.no_tensor_subclass():
         func(parameter, data[(slice(0, 1),) * data.dim()].clone().expand(data.shape))
