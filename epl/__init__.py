@@ -20,6 +20,7 @@ from epl import data, errors, parallel
 from epl.config import Config
 from epl.env import Env, init, setup_process_groups
 from epl.graph.collections import GraphKeys
+from epl.graph.unbatched import unbatched
 from epl.parallel import clip_grad_norm_
 from epl.strategy import annotate, replicate, set_default_strategy, split, taskgraphs
 from epl.train.collected import add_to_collection, get_collection
@@ -60,4 +61,5 @@ __all__ = [
     "setup_process_groups",
     "split",
     "taskgraphs",
+    "unbatched",
 ]

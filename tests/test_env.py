@@ -171,18 +171,43 @@ class _Inside(nn.Module):
             return self.part(x)
 
 
-def _forward_scope():
-    epl.init()
-    model = epl.parallelize(_Inside())
-    model(torch.ones(1, 2))
+class _InTwoStages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        with epl.replicate(1, name="first"):
+            x = torch.tanh(self.first(x))
+        with epl.replicate(1):
+            return self.second(x)
 
 
-def test_a_scope_in_forward_runs_alone_and_is_refused_on_ranks():
+def _forward_scope(kind):
     epl.init()
-    assert epl.parallelize(_Inside())(torch.ones(1, 2)).shape == (1, 2)
-    for error in rank_errors(_forward_scope, 2):
-        assert error is not None
-        assert error[0] == NotBuiltError.__name__
+    torch.manual_seed(0)
+    model = epl.parallelize(kind().double())
+    loss = model(torch.ones(4, 2, dtype=torch.float64)).square().sum()
+    loss.backward()
+    assert epl.Env.get().plan is not None
+    layout = epl.Env.get().plan.layout
+    return layout, loss.item(), sum(p.grad is not None for p in model.parameters())
+
+
+def test_a_scope_in_forward_runs_alone_and_on_ranks():
+    epl.init()
+    layout, loss, _ = _forward_scope(_Inside)
+    assert layout == "single"
+    for found in run_ranks(_forward_scope, 2, _Inside):
+        assert found == ("colocated", pytest.approx(loss), 2)
+
+
+def test_scopes_in_forward_are_stages():
+    epl.init()
+    _, loss, trained = _forward_scope(_InTwoStages)
+    assert trained == 4
+    for found in run_ranks(_forward_scope, 2, _InTwoStages):
+        assert found == ("staged", pytest.approx(loss), 2)
 
 
 def test_settings_not_built_yet_are_refused_before_init():

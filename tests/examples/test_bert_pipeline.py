@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.harness import RankFailure, run_ranks
+from tests.harness import run_ranks
 
 from .commands import EXAMPLES, LAUNCH, output, printed_by
 
@@ -22,9 +22,6 @@ SAMPLE = BERT / "sample/squad.json"
 TINY = ("--width", "32", "--layers", "2", "--max_length", "64", "--doc_stride", "16")
 LINE = re.compile(r"step (\d+)/(\d+)  loss (\S+)  \d+ ms/step")
 END = re.compile(r"Train Finished\. f1 (\S+), exact_match (\S+) \((\d+) questions\)")
-staged = pytest.mark.xfail(
-    reason="epl.parallelize refuses stages on several devices and several micro batches", raises=RankFailure
-)
 
 
 @pytest.fixture
@@ -370,12 +367,10 @@ def test_two_replicas_equal_one_process(part: Path, tmp_path: Path, expected) ->
     check_same(run_on(2, part, tmp_path, "--stages", "1", "--micro_batches", "1", "--batch_size", "4"), expected)
 
 
-@staged
 def test_two_stages_equal_one_process(part: Path, tmp_path: Path, expected) -> None:
     check_same(run_on(2, part, tmp_path, "--stages", "2", "--micro_batches", "4", "--batch_size", "2"), expected)
 
 
-@staged
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "stages", "micro_batches"), [(1, 2, 4), (2, 1, 2), (4, 2, 2)])
 def test_other_layouts_equal_one_process(part, tmp_path: Path, expected, ranks, stages, micro_batches) -> None:
@@ -383,7 +378,6 @@ def test_other_layouts_equal_one_process(part, tmp_path: Path, expected, ranks, 
     check_same(run_on(ranks, part, tmp_path, *options), expected)
 
 
-@pytest.mark.xfail(reason=staged.kwargs["reason"], raises=AssertionError)
 def test_the_manuals_command_trains_two_stages(part: Path, tmp_path: Path) -> None:
     launch = (*LAUNCH, "--num_workers", "1", "--gpu_per_worker", "2", "--log_dir", tmp_path / "logs")
     options = on_part(part, "--epochs", "1", "--output_dir", str(tmp_path / "out"))

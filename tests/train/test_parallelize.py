@@ -136,16 +136,16 @@ def _pipeline():
     epl.init()
     with epl.replicate(1, name="a"):
         first = nn.Linear(2, 2)
-    with epl.replicate(1, name="b"):
+    with epl.split(2, name="b"):
         second = nn.Linear(2, 2)
     epl.parallelize(nn.Sequential(first, second))
 
 
-def test_a_pipeline_is_refused_with_its_plan():
-    for error in rank_errors(_pipeline, 2):
+def test_what_is_not_built_is_refused_with_its_plan():
+    for error in rank_errors(_pipeline, 3):
         assert error is not None
         assert error[0] == NotBuiltError.__name__
-        assert "pipeline" in error[1]
+        assert "split" in error[1]
         assert "replicate(1)" in error[1]
 
 

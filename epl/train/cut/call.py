@@ -15,7 +15,7 @@ from epl.plan.batch import cut_evenly
 from epl.train.collected import collecting
 from epl.train.cut.layout import CallLayout, Values
 from epl.train.lazy.node import Node
-from epl.train.lazy.protocol import Carrier, Kind, State
+from epl.train.lazy.protocol import Carrier, State
 
 if TYPE_CHECKING:
     from epl.train.cut.carrier import StageCarrier
