@@ -20,7 +20,7 @@ from epl.cluster.surroundings import Surroundings, discover
 from epl.cluster.topology import Topology
 from epl.cluster.topology import setup_process_groups as make_topology
 from epl.config import Config
-from epl.errors import ClusterError, NotBuiltError, NotInitializedError, UsageError
+from epl.errors import ClusterError, NotInitializedError, PlanError, UsageError
 from epl.graph import Annotation, registry
 from epl.launch.failure import record_failure
 from epl.plan.plan import Plan
@@ -138,10 +138,10 @@ def setup_process_groups(axes: Sequence[tuple[str, float]]) -> Topology:
 
 
 def _refuse_forward_scope(annotation: Annotation) -> None:
-    raise NotBuiltError(
-        f"the scope {annotation.title} is inside a module's forward: on several ranks this version of epl only knows "
-        "annotations made where modules are built. Move the scope around the construction of what it encloses "
-        f"(`with {annotation.title}: self.part = …`), or use epl.annotate. On one device it simply runs."
+    raise PlanError(
+        f"the scope {annotation.title} was entered inside the forward of a model that epl.parallelize did not cut into stages: nothing "
+        "would come of it. Give the model to epl.parallelize, and let the scope's name and count stand in the source of its "
+        "forward, or set pipeline.num_stages. On one device it simply runs."
     )
 
 

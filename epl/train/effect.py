@@ -25,6 +25,10 @@ def settings_without_effect(config: Config, plan: Plan) -> list[str]:
         reasons["io.drop_last_files"] = "io.unbalanced_io_slicing keeps the remaining files"
     if len(plan.taskgraphs) == 1:
         reasons["cluster.colocate_split_and_replicate"] = "there is one TaskGraph"
+    if plan.layout != "staged":
+        reasons["pipeline.strategy"] = "the model is not cut into stages (epl.forward_backward would use it)"
+        if not config.auto.auto_parallel:
+            reasons["pipeline.num_stages"] = "auto.auto_parallel is off (epl.forward_backward would use it)"
     if plan.devices_per_replica == 1:
         reasons["cluster.device_place_prefer_intra_node"] = "a model replica is one device"
     return [f"{key} = {changed[key]!r} has no effect: {why}" for key, why in reasons.items() if key in changed]
