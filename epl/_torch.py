@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
@@ -159,7 +160,9 @@ def fake_mode() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def make_fake(mode: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def make_fake(
+    mode: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """What `torch.empty_strided` gives under this `fake_mode`, five times as fast: recordings make them by the hundred."""
     with unset_fake_temporarily():
         return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
@@ -206,7 +209,8 @@ def count_function_modes() -> int:
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that tensors have in common if and only if they share memory; fake ones, whose addresses are all 0, too."""
     try:
-        return tensor.untyped_storage()._cdata
+        memory: int = tensor.untyped_storage()._cdata
+        return memory
     except (NotImplementedError, RuntimeError):  # sparse tensors have no single storage
         return id(tensor)
 
@@ -226,7 +230,7 @@ def function_applications(apply: Applied) -> Iterator[None]:
     `autograd.Function.apply` asks no torch function mode and no tensor subclass. It calls `super().apply`, and that is what is
     replaced: so `op = MyFunction.apply`, bound earlier, is seen too.
     """
-    base = torch.autograd.function._SingleLevelFunction
+    base: Any = torch.autograd.function._SingleLevelFunction
     before = base.__dict__.get("apply")
     watch_function_applications(apply)
     try:
@@ -240,11 +244,11 @@ def function_applications(apply: Applied) -> Iterator[None]:
 
 def watch_function_applications(apply: Applied) -> None:
     """From now on, `MyFunction.apply(*args)` calls `apply(MyFunction, original, args, kwargs)`; see `function_applications`."""
-    base = torch.autograd.function._SingleLevelFunction
+    base: Any = torch.autograd.function._SingleLevelFunction
 
     class Application:
         def __get__(self, _: object, owner: Any) -> Callable[..., Any]:
-            original = super(base, owner).apply
+            original = super(base, owner).apply  # type: ignore[misc]
             return lambda *args, **kwargs: apply(owner, original, args, kwargs)
 
     base.apply = Application()
@@ -257,7 +261,9 @@ def function_spaces() -> list[Any]:
 
 def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, never traced by `torch.compile`; the public decorator imports the whole compiler at once."""
-    return torch._disable_dynamo(function)
+    disable: Any = getattr(torch, "_disable_dynamo")  # noqa: B009  typed as not exported
+    found: Callable[..., Any] = disable(function)
+    return found
 
 
 def wrapper_tensor(cls: type[Any], spec: Any) -> Any:
@@ -274,12 +280,8 @@ def backward_keeps_graph() -> bool:
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers, differentiably, as a tensor that may be changed in place; a view of a leaf may not."""
-    return torch.ops.aten._unsafe_view(tensor, tensor.shape)
-
-
-LOADING_STATE = torch.nn.Module._load_from_state_dict.__code__
-"""The code that copies a state dict's entries into one module's own tensors: a copy into another rank's parameter is meant
-seriously unless it comes from here."""
+    found: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return found
 
 
 LOADING_STATE = torch.nn.Module._load_from_state_dict.__code__
@@ -289,3 +291,28 @@ seriously unless it comes from here."""
 CONVERTING = torch.nn.Module._apply.__code__
 """The code that `module.to`, `.double()` and the like walk a module's tensors with: there, and only there, another rank's
 parameter may change its dtype without its numbers."""
+
+
+class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, `note(operation, args)` is called for every basic operation; there is no public way to see them."""
+
+    def __init__(self, note: Callable[[Any, tuple[Any, ...]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self._note(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def changed_arguments(operation: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Which of its arguments a basic operation writes into, by its own declaration; batch norm's statistics are not declared."""
+    if operation._overloadpacket in (torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm):
+        return [args[3], args[4]] if args[5] else []
+    declared = operation._schema.arguments
+    return [x for x, a in zip(args, declared, strict=False) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def draws(operation: Any) -> bool:
+    """Whether a basic operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operation.tags

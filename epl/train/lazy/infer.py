@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +20,25 @@ class NeedsDataError(Exception):
     """The result of this operation cannot be described without the values: it is a read."""
 
 
+class Inferred(NamedTuple):
+    """What an operation would return, and what it would do beside."""
+
+    spec: Any
+    """A Spec, or a tree of them."""
+    has_effects: bool
+    """Whether it draws random numbers or writes into a tensor it is given: then every rank must run it, so that all ranks'
+    random states and tensors stay alike."""
+
+
 _known: dict[Hashable, Any] = {}
 _lock = threading.Lock()  # filters of warnings, and torch's random state, belong to the whole process
 _MOST = 10_000  # remembered results; a loop over ever new lengths must not grow for ever
 
 
-def infer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tree of Specs that `func` would return; `args` holds Specs in the place of tensors."""
+def infer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inferred:
+    """What `func` would return; `args` holds Specs in the place of tensors."""
     if func is F.ctc_loss:
-        return _ctc_spec(args, kwargs)
+        return Inferred(_ctc_spec(args, kwargs), False)
     context = Context.now()
     key: Hashable = (func, freeze(args), freeze(kwargs), context, torch.get_default_dtype())
     try:
@@ -42,19 +52,31 @@ def infer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return _checked(found)
 
 
-def _checked(found: Any) -> Any:
+def _checked(found: Inferred | NeedsDataError) -> Inferred:
     if isinstance(found, NeedsDataError):
         raise NeedsDataError(*found.args)
     return found
 
 
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
+def _run(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Context
+) -> Inferred | NeedsDataError:
     with _lock:
         return _run_alone(func, args, kwargs, context)
 
 
-def _run_alone(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
+def _run_alone(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Context
+) -> Inferred | NeedsDataError:
     state = torch.get_rng_state()
+    held: set[int] = set()
+    effects: list[Any] = []
+
+    def note(operation: Any, given: tuple[Any, ...]) -> None:
+        changed = [t for t in _torch.changed_arguments(operation, given) if isinstance(t, torch.Tensor)]
+        if _torch.draws(operation) or any(_torch.memory_of(t) in held for t in changed):
+            effects.append(operation)
+
     try:
         with (
             warnings.catch_warnings(action="ignore"),  # the real operation will say so
@@ -64,9 +86,11 @@ def _run_alone(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             _torch.no_tensor_subclass(),
         ):
             inputs = swap((args, kwargs), Spec, Spec.empty)
-            held = {_torch.memory_of(t) for t in leaves_of(inputs, torch.Tensor)}
-            out = func(*inputs[0], **inputs[1])
-            return swap(out, torch.Tensor, lambda t: Spec.of(t)._replace(is_view=_torch.memory_of(t) in held))
+            held |= {_torch.memory_of(t) for t in leaves_of(inputs, torch.Tensor)}
+            with _torch.OperationWatch(note):
+                out = func(*inputs[0], **inputs[1])
+            spec = swap(out, torch.Tensor, lambda t: Spec.of(t)._replace(is_view=_torch.memory_of(t) in held))
+            return Inferred(spec, bool(effects))
     except Exception as error:
         # Data-dependent, unknown to fake tensors, or wrong: the real operation will tell.
         return NeedsDataError(str(error))

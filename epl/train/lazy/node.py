@@ -46,6 +46,7 @@ class Node:
         "everywhere",
         "func",
         "graph",
+        "has_effects",
         "hooks",
         "kwargs",
         "leaf",
@@ -77,6 +78,8 @@ class Node:
         """Whose home has the value; None if no model call is under it (an expression over another rank's parameters)."""
         self.carrier, self.several_homes = _carrier(func, args, self.parents)
         self.done = self.everywhere = self.spent = self.viewed = False
+        self.has_effects = False
+        """Whether it draws random numbers or writes into a real tensor: every rank must run it."""
         self.changed = False
         """Whether its value was changed in place through an alias, so that its operation no longer tells what it is."""
         self.value: Any = None

@@ -80,7 +80,7 @@ def _is_ready(node: Node) -> bool:
     """Whether all it is made from is there: no model call that has not run, no other rank's parameters, nothing that every rank
     would have to compute."""
     for n in topological([node]):
-        waits = not n.done and (n.func is output_of or n.carrier is None or n.several_homes or n.hooks)
+        waits = not n.done and (n.func is output_of or n.carrier is None or n.several_homes or n.hooks or n.has_effects)
         if waits or n.graph == "everywhere":
             return False
     return True

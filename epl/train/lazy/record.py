@@ -15,7 +15,7 @@ from epl.errors import LazyValueError
 from epl.graph.context import Context
 from epl.graph.spec import Spec, leaves_of, swap
 from epl.train.lazy.foreign import LAZY, ForeignParameter, node_of, refuse, refuse_foreign
-from epl.train.lazy.infer import NeedsDataError, infer
+from epl.train.lazy.infer import Inferred, NeedsDataError, infer
 from epl.train.lazy.live import live_nodes
 from epl.train.lazy.meeting import asks, meet
 from epl.train.lazy.node import Node, name_of, topological
@@ -43,16 +43,16 @@ def record(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if in_place:
         return _record_in_place(func, args, kwargs)
     if _is_real_mask(func, args):
-        return _write(rows_where, args, kwargs, _masked_spec(*args))
+        return _write(rows_where, args, kwargs, Inferred(_masked_spec(*args), False))
     try:
-        spec = infer(func, *_specs(args, kwargs))
+        inferred = infer(func, *_specs(args, kwargs))
     except NeedsDataError:
         if func is torch.Tensor.__getitem__ and isinstance(args[0], LazyTensor):
             return _with_real_index(func, args, kwargs)
         return run_for_real(func, args, kwargs, f"{name_of(func)}, whose result depends on numbers,")
-    if not leaves_of(spec, Spec):
+    if not leaves_of(inferred.spec, Spec):
         return run_on_numbers(func, args, kwargs)
-    return _write(func, args, kwargs, spec)
+    return _write(func, args, kwargs, inferred)
 
 
 def run_on_numbers(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,17 +112,18 @@ def _specs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
     return found
 
 
-def _node(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> Node:
+def _node(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], inferred: Inferred) -> Node:
     args, kwargs = swap((args, kwargs), LAZY, node_of)
-    return Node(func, args, kwargs, Context.now(), spec)
-
-
-def _write(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> Any:
-    node = _node(func, args, kwargs, spec)
-    if any(s.is_view for s in leaves_of(spec, Spec)):
+    node = Node(func, args, kwargs, Context.now(), inferred.spec)
+    node.has_effects = inferred.has_effects
+    if any(s.is_view for s in leaves_of(inferred.spec, Spec)):
         for parent in node.parents:
             parent.viewed = True
-    return _tensors(node)
+    return node
+
+
+def _write(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], inferred: Inferred) -> Any:
+    return _tensors(_node(func, args, kwargs, inferred))
 
 
 def _tensors(node: Node) -> Any:
@@ -222,16 +223,15 @@ def _run_now(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], node
     if is_in_place(func, kwargs):
         return _change_now(func, args, kwargs, nodes)
     try:
-        spec = infer(func, *_specs(args, kwargs))
+        inferred = infer(func, *_specs(args, kwargs))
     except NeedsDataError:
         return run_for_real(func, args, kwargs, f"{name_of(func)}, whose result depends on numbers,")
-    specs = leaves_of(spec, Spec)
+    specs = leaves_of(inferred.spec, Spec)
     if not specs:
         return run_on_numbers(func, args, kwargs)
-    node = _node(func, args, kwargs, spec)
-    if any(s.is_view for s in specs):
-        for parent in node.parents:
-            parent.viewed = True
+    if inferred.has_effects:
+        bring_everywhere(nodes, name_of(func))
+    node = _node(func, args, kwargs, inferred)
     here = _each_alone(nodes, any(s.requires_grad for s in specs))
     if here or _is_home(nodes):
         real_args, real_kwargs = swap((args, kwargs), LAZY, lambda t: node_of(t).value)

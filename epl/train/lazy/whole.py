@@ -60,10 +60,10 @@ def remember_terms(nodes: Sequence[Node], terms: Terms) -> None:
 
 
 def needs_everyone(nodes: Sequence[Node]) -> bool:
-    """Whether every rank must compute these itself, with gradients: hooks on values, models with different homes, real tensors
-    that were computed from a model's values on every rank."""
+    """Whether every rank must compute these itself, with gradients: hooks on values, random numbers, models with different homes,
+    real tensors that were computed from a model's values on every rank."""
     order = topological(nodes, _is_plain)
-    if any(n.hooks or n.several_homes or n.graph == "everywhere" for n in order):
+    if any(n.hooks or n.several_homes or n.has_effects or n.graph == "everywhere" for n in order):
         return True
     return any(stands_behind(g) for g in graph_nodes(outer_tensors(order)))
 
