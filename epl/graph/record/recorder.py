@@ -144,6 +144,11 @@ class Recorder(TorchFunctionMode):
         touched = [t for t, before in zip(inputs, versions, strict=True) if _torch.version_of(t) != before]
         if foreseen is not None:
             self._believe(made, foreseen)
+        elif not touched and not name.endswith("_") and not is_random(func) and any(map(self.writer.is_bound, made)):
+            # contiguous and its like return what they were given where nothing is to be done: at another size there may be,
+            # and all sizes must have the same nodes.
+            with self._not_listening():
+                result = self._own(result, inputs, versions)
         elif not touched and name not in KEPT and all(map(self.writer.is_bound, made)):
             return result
         elif call is not None and not touched:
