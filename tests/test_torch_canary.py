@@ -104,6 +104,30 @@ def test_gradient_hooks_can_be_taken_off_and_given_back():
     assert parameter.grad.tolist() == [3, 3]
 
 
+def test_operations_are_seen_by_name_with_their_arguments_also_without_numbers():
+    for mode in (torch.enable_grad(), _torch.fake_mode()):
+        seen: list[tuple[str, list[tuple[int, ...]]]] = []
+        layer = nn.Linear(3, 2)
+
+        def note(operation, args, seen=seen):
+            seen.append((operation.name(), [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]))
+
+        with mode, _torch.OperationWatch(note):
+            layer(torch.ones(4, 3))
+        assert ("aten::addmm", [(2,), (4, 3), (3, 2)]) in seen
+
+
+def test_an_error_raised_while_an_operation_is_noted_is_what_the_caller_gets():
+    error = ValueError("seen")
+
+    def note(operation, args):
+        raise error
+
+    with pytest.raises(ValueError, match="seen") as caught, _torch.OperationWatch(note):
+        torch.ones(2).add(1)
+    assert caught.value is error
+
+
 def test_subclasses_are_not_asked_inside_no_tensor_subclass():
     class Loud(torch.Tensor):
         @classmethod

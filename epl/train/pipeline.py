@@ -23,10 +23,12 @@ from epl.train.collected import collecting
 from epl.train.micro import count_rows, cut_batch
 from epl.train.place import PipelinePlace
 from epl.train.policy import reduce_policy
+from epl.train.rehearsal import Rehearsed, Signature, rehearse
 from epl.train.stagesetup import StageSetUp
 
 Forward = Callable[..., object]
-_NEW, _NO_MODULE, _ROWS = 1, 2, 2  # bits 0 and 1 of what ranks tell each other before a step; rows from bit 2 on
+# Bits 0 to 2 of what ranks tell each other before a step; rows from bit 3 on.
+_NEW, _NO_MODULE, _UNTRIED, _ROWS = 1, 2, 4, 3
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,6 +74,7 @@ class Pipeline:
         self.programs = {index: ChainStage(index, index == last) for index in self.place.stages}
         self.transport = self.place.make_transport()
         self._setups: list[StageSetUp] = []
+        self._rehearsed = Rehearsed()
         self._share_of_rows = 1.0
         self.events: list[tuple[str, float, float]] | None = None
         """Name, start and end of every action, while somebody records a trace."""
@@ -106,15 +109,19 @@ class Pipeline:
     ) -> torch.Tensor:
         """One step over all micro batches; their losses, on every rank."""
         known = next((s for s in self._setups if s.is_for(modules, backward)), None)
-        words = (known is None) * _NEW | (not modules) * _NO_MODULE
+        signature = Signature.of(functions, batch, trains=True)
+        words = (known is None) * _NEW | (not modules) * _NO_MODULE | self._is_untried(signature) * _UNTRIED
         pieces, sizes, union = self._agree("epl.forward_backward", batch, words)
         self._need_modules(bool(union & _NO_MODULE))
-        setup = self._set_up(modules, backward) if union & _NEW or known is None else known
+        program = self._program(len(pieces), trains=True)
         self._give_work(functions, pieces, sizes, evaluates=False)
-        setup.before_step()
-        setup.trainer.record = self.events is not None
         with torch.enable_grad():
-            step = setup.trainer.run(self._program(len(pieces), trains=True), [n / sum(sizes) for n in sizes])
+            if union & _UNTRIED:
+                self._rehearse("epl.forward_backward", signature, pieces[0])
+            setup = self._set_up(modules, backward) if union & _NEW or known is None else known
+            setup.before_step()
+            setup.trainer.record = self.events is not None
+            step = setup.trainer.run(program, [n / sum(sizes) for n in sizes])
         setup.after_step()
         if self.events is not None:
             self.events += step.events
@@ -123,10 +130,15 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, functions: Sequence[Forward], batch: Sequence[object]) -> list[object]:
         """What the last stage returned for each micro batch, on every rank."""
-        pieces, sizes, union = self._agree("epl.forward_eval", batch, (not self._setups) * _NEW)
-        setup = self._set_up([], None) if union & _NEW else self._setups[-1]
+        signature = Signature.of(functions, batch, trains=False)
+        words = (not self._setups) * _NEW | self._is_untried(signature) * _UNTRIED
+        pieces, sizes, union = self._agree("epl.forward_eval", batch, words)
+        program = self._program(len(pieces), trains=False)
         self._give_work(functions, pieces, sizes, evaluates=True)
-        setup.evaluator.run(self._program(len(pieces), trains=False), [])
+        if union & _UNTRIED:
+            self._rehearse("epl.forward_eval", signature, pieces[0])
+        setup = self._set_up([], None) if union & _NEW else self._setups[-1]
+        setup.evaluator.run(program, [])
         results = (self.programs[self.num_stages - 1].results or {}) if self.place.has_last_stage else {}
         return [self._share(results.get(number)) for number in range(len(pieces))]
 
@@ -156,6 +168,13 @@ class Pipeline:
             program.function, program.micro_batches = function, pieces
             program.collecting, program.rows = call, rows
             program.results = {} if evaluates else None
+
+    def _is_untried(self, signature: Signature) -> bool:
+        return self.place.num_devices > 1 and not self._rehearsed.has(signature)
+
+    def _rehearse(self, what: str, signature: Signature, micro_batch: tuple[object, ...]) -> None:
+        came_through = rehearse(what, self._job, self.place, self.programs, micro_batch)
+        self._rehearsed.add(signature, conclusive=came_through)
 
     @functools.cache  # noqa: B019 - lives as long as the pipeline, of which there is one
     def _program(self, micro_batches: int, *, trains: bool) -> Program:

@@ -244,15 +244,28 @@ ODD = {
 }
 
 
-def _returns(kind: str) -> None:
+def _returns(kind: str, good_steps: int) -> None:
     rank, _ = _start()
     make, _ = ODD[kind]
-    epl.forward_backward(lambda received, x: make() if rank == 0 else x.mean(), torch.ones(ROWS, 2))
+    for step in range(good_steps + 1):
+        epl.forward_backward(
+            lambda received, x, now=step == good_steps: make() if rank == 0 and now else x.mean(), torch.ones(ROWS, 2)
+        )
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_what_cannot_travel_is_named_where_it_was_returned(kind: str) -> None:
-    ranks = finish_ranks(_returns, 2, kind)
+def test_what_cannot_travel_is_named_on_every_rank_before_anything_is_sent(kind: str) -> None:
+    first, second = rank_errors(_returns, 2, kind, 0)
+    assert first == second
+    assert first is not None
+    assert first[0] == UsageError.__name__
+    for word in (ODD[kind][1], "Returned by stage 0 (rank 0)", "nothing has been sent"):
+        assert word in first[1]
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_cannot_travel_in_a_later_step_is_named_where_it_was_returned(kind: str) -> None:
+    ranks = finish_ranks(_returns, 2, kind, 1)
     (outcome, (name, message, trace), _) = ranks[0].outcome
     assert (outcome, name) == ("error", UsageError.__name__)
     assert ODD[kind][1] in message
@@ -260,24 +273,38 @@ def test_what_cannot_travel_is_named_where_it_was_returned(kind: str) -> None:
     assert ranks[1].outcome[0] == "error", "the other rank does not wait for ever"
 
 
-def _last_returns(kind: str) -> None:
+def _last_returns(kind: str, good_steps: int) -> None:
     rank, _ = _start()
     values = {"rows": torch.ones(2, 3), "number": 0.5, "nothing": None, "text": "0.5", "pair": (torch.ones(()), 1)}
-    epl.forward_backward(lambda received, x: x if rank == 0 else values[kind], torch.ones(ROWS, 2))
+    for step in range(good_steps + 1):
+        epl.forward_backward(
+            lambda received, x, now=step == good_steps: x if rank == 0 else values[kind] if now else x.mean(),
+            torch.ones(ROWS, 2),
+        )
 
 
-@pytest.mark.parametrize(
-    ("kind", "found"),
-    [
-        ("rows", "a tensor of shape (2, 3)"),
-        ("number", "float"),
-        ("nothing", "None"),
-        ("text", "str"),
-        ("pair", "tuple"),
-    ],
-)
-def test_a_last_stage_without_a_loss_is_named(kind: str, found: str) -> None:
-    ranks = finish_ranks(_last_returns, 2, kind)
+NO_LOSS = [
+    ("rows", "a tensor of shape (2, 3)"),
+    ("number", "float"),
+    ("nothing", "None"),
+    ("text", "str"),
+    ("pair", "tuple"),
+]
+
+
+@pytest.mark.parametrize(("kind", "found"), NO_LOSS)
+def test_a_last_stage_without_a_loss_is_named_on_every_rank_before_anything_is_sent(kind: str, found: str) -> None:
+    first, second = rank_errors(_last_returns, 2, kind, 0)
+    assert first == second
+    assert first is not None
+    assert first[0] == UsageError.__name__
+    for word in ("the last stage (stage 1) must return the loss", f"found {found}", "nothing has been sent"):
+        assert word in first[1]
+
+
+@pytest.mark.parametrize(("kind", "found"), NO_LOSS)
+def test_a_last_stage_without_a_loss_in_a_later_step_is_named(kind: str, found: str) -> None:
+    ranks = finish_ranks(_last_returns, 2, kind, 1)
     (outcome, (name, message, trace), _) = ranks[1].outcome
     assert (outcome, name) == ("error", UsageError.__name__)
     assert "the last stage (stage 1) must return the loss of the micro batch" in message
@@ -345,7 +372,7 @@ def _launch(folder: Path, fault: str, ranks: int = 3) -> tuple[int, str, dict[in
         (
             "y = stage(torch.ones(2, 7))",
             "RuntimeError: mat1 and mat2 shapes cannot be multiplied",
-            "the forward of stage 1, micro batch 2 (1F2)",
+            "the forward of stage 1, micro batch 2 (1F2), which received float32 (2, 8) from stage 0",
         ),
         (
             "y = Fails.apply(y)",

@@ -12,7 +12,7 @@ import torch
 
 from epl.parallel.pipeline.bridge import Bridge
 from epl.parallel.pipeline.mailbox import Mailbox
-from epl.parallel.pipeline.parcel import enter_stage, put_together, take_apart
+from epl.parallel.pipeline.parcel import enter_stage, in_words, put_together, take_apart
 from epl.parallel.pipeline.stage import Received, Stage
 from epl.parallel.pipeline.transport import Edge, Transport
 from epl.plan.schedule import Action, ActionKind, Schedule
@@ -126,9 +126,9 @@ class Executor:
             try:
                 self._take(action, program, step, weights)
             except Exception as error:
-                self.forget()
                 if not getattr(error, "__notes__", None):
-                    error.add_note(f"in {describe(action)}")
+                    error.add_note(f"in {describe(action)}{self._had_received(action)}")
+                self.forget()
                 raise
             if self.record:
                 step.events.append((str(action), start, time.perf_counter()))
@@ -216,6 +216,13 @@ class Executor:
                 user, maker = action.channel
                 form = self._stages[maker].flying[action.micro_batch].sent[user].form
                 self._mailbox.expect_gradients((maker, user), action.micro_batch, form)
+
+    def _had_received(self, action: Action) -> str:
+        """For the error of a forward: what it was given."""
+        kept = self._stages[action.stage].flying.get(action.micro_batch) if action.micro_batch is not None else None
+        if kept is None or action.kind is not K.FORWARD:
+            return ""
+        return "".join(f", which received {in_words(r.value)} from stage {peer}" for peer, r in kept.received.items())
 
 
 def describe(action: Action) -> str:

@@ -9,6 +9,7 @@ writes its number, so containers need no code of ours (dicts, dataclasses, Huggi
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ class Form:
         return buffer[offset : offset + form.nbytes].view(form.dtype).view(form.shape)
 
 
-_single = pickle.dumps(("one tensor",))  # stands for the commonest value, a bare tensor; it is not pickled each time
+SINGLE = pickle.dumps(("one tensor",))
+"""The structure of the commonest value, a bare tensor; it is not pickled each time."""
 
 
 def take_apart(value: object, assumed: Form | None = None) -> tuple[Form, list[torch.Tensor]]:
@@ -106,7 +108,7 @@ def take_apart(value: object, assumed: Form | None = None) -> tuple[Form, list[t
 
     Where the form is the assumed one, that very object is returned: what it has worked out is worked out once.
     """
-    structure, tensors = _single, [value]
+    structure, tensors = SINGLE, [value]
     if type(value) is not torch.Tensor:
         structure, tensors = _pickle(value)  # type: ignore[assignment]
     found = cast("list[torch.Tensor]", tensors)
@@ -127,7 +129,35 @@ def _pickle(value: object) -> tuple[bytes, list[torch.Tensor]]:
 
 def put_together(form: Form, tensors: Sequence[torch.Tensor | None]) -> object:
     """The value that `take_apart` was given, with these tensors."""
-    return tensors[0] if form.structure == _single else load_around_tensors(form.structure, tensors)
+    return tensors[0] if form.structure == SINGLE else load_around_tensors(form.structure, tensors)
+
+
+def in_words(value: object, depth: int = 4) -> str:
+    """What a value is made of, for errors: its containers, and dtype and shape of every tensor."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 40 else f"{text[:40]}…"
+    if depth:
+        if dataclasses.is_dataclass(value):
+            fields = [(f"{f.name}=", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+            return f"{type(value).__name__}({_listed(fields, depth)})"
+        if isinstance(value, dict):
+            name = "" if type(value) is dict else type(value).__name__
+            return f"{name}{{{_listed([(f'{key!r}: ', v) for key, v in dict.items(value)], depth)}}}"
+        if isinstance(value, list | tuple):
+            name = "" if type(value) in (list, tuple) else type(value).__name__
+            listed = _listed([("", v) for v in value], depth)
+            return (
+                f"{name}[{listed}]" if isinstance(value, list) else f"{name}({listed}{',' if len(value) == 1 else ''})"
+            )
+    return type(value).__name__
+
+
+def _listed(parts: Sequence[tuple[str, object]], depth: int) -> str:
+    texts = [f"{name}{in_words(value, depth - 1)}" for name, value in parts[:12]]
+    return ", ".join([*texts, f"… {len(parts) - 12} more"] if len(parts) > 12 else texts)
 
 
 def enter_stage(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
