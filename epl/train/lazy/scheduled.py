@@ -110,7 +110,7 @@ class LossOverSchedule:
     def _run(self, m: int, outputs: Mapping[Node, torch.Tensor], givens: list[Any], overs: list[Any]) -> list[Any]:
         """Every entry's value for micro batch m."""
         values: list[Any] = []
-        resolve = _resolver(values, givens, m)
+        resolve = _Resolver(values, givens, m)
         entries = self._recorded.program.entries
         for node, entry, piece, over in zip(self._recorded.nodes, entries, self._pieces, overs, strict=True):
             if isinstance(entry.func, Output):
@@ -179,7 +179,7 @@ class LossOverSchedule:
 
     def _whole(self, joined: Mapping[Node, torch.Tensor], givens: list[Any]) -> list[Any]:
         values: list[Any] = []
-        resolve = _resolver(values, givens, 0)
+        resolve = _Resolver(values, givens, 0)
         for node, entry in zip(self._recorded.nodes, self._recorded.program.entries, strict=True):
             if isinstance(entry.func, Output):
                 values.append(joined[node])
@@ -217,26 +217,28 @@ def _call(node: Node, context: Context, func: Callable[..., Any], args: Any, kwa
         raise
 
 
-def _resolver(values: list[Any], givens: list[Any], m: int) -> Callable[[Any], Any]:
-    """What an argument of a piece stands for at micro batch m."""
+class _Resolver:
+    """What an argument of a piece stands for at micro batch m. Not a closure: one that calls itself is a cycle, and would keep the
+    values of every micro batch until the garbage collector comes."""
 
-    def resolve(x: Any) -> Any:
+    def __init__(self, values: list[Any], givens: list[Any], m: int) -> None:
+        self._values, self._givens, self._m = values, givens, m
+
+    def __call__(self, x: Any) -> Any:
         if isinstance(x, Ref):
-            return values[x.index]
+            return self._values[x.index]
         if isinstance(x, Given):
-            return givens[x.index]
+            return self._givens[x.index]
         if isinstance(x, Cut):
-            return x.rows.take(resolve(x.value), m)
+            return x.rows.take(self(x.value), self._m)
         if isinstance(x, Per):
-            return x.values[m]
+            return x.values[self._m]
         if isinstance(x, Once):
-            value = resolve(x.value)
-            if m == 0:
+            value = self(x.value)
+            if self._m == 0:
                 return value
             return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)(0)
         return x
-
-    return resolve
 
 
 def _output(node: Node) -> Output:
