@@ -81,6 +81,7 @@ class Annotated:
             parameters=parameter_owners(self._model, self._taskgraphs),
             home=wanted_at_home(recorded),
             earlier=earlier,
+            num_devices=_num_devices(plan),
         )
 
     def _names(self, recorded: RecordedCall, plan: Plan) -> Sequence[str]:
@@ -147,7 +148,12 @@ class Automatic:
             parameters=self._chosen.owners(self._model),
             home=wanted_at_home(recorded),
             earlier=earlier,
+            num_devices=_num_devices(plan),
         )
 
     def settle(self, plan: Plan, cut: StageCut) -> Plan:
         return plan.in_order(cut.order)
+
+
+def _num_devices(plan: Plan) -> int:
+    return max(1, len(plan.taskgraphs) // plan.settings.num_chunks)

@@ -97,6 +97,12 @@ class ModelBackward(torch.autograd.Function):
         return (None, None, None, None, *found)
 
 
+def needs_engine(grad_fn: object) -> bool:
+    """Whether an autograd node must be run by autograd itself, on every rank: the stand-in of a model call; a checkpoint of the
+    reentrant kind, which brings gradients to parameters that no graph shows."""
+    return type(grad_fn).__name__ in ("ModelBackwardBackward", "CheckpointFunctionBackward")
+
+
 def stands_behind(grad_fn: object) -> bool:
     """Whether an autograd node is the stand-in of a model call."""
     return type(grad_fn).__name__ == "ModelBackwardBackward"

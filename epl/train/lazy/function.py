@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.checkpoint import CheckpointFunction
+
 from epl import _torch
 from epl.graph.spec import leaves_of
 from epl.train.lazy.foreign import LAZY
-from epl.train.lazy.record import record
+from epl.train.lazy.record import record, run_for_real
 
 
 def _apply(owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if leaves_of((args, kwargs), LAZY):
-        return record(owner.apply, args, kwargs)
-    return original(*args, **kwargs)
+    if not leaves_of((args, kwargs), LAZY):
+        return original(*args, **kwargs)
+    if owner is CheckpointFunction:  # its backward reaches parameters that it was not given
+        return run_for_real(owner.apply, args, kwargs, "a reentrant checkpoint")
+    return record(owner.apply, args, kwargs)
 
 
 def install() -> None:

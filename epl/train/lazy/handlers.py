@@ -218,6 +218,8 @@ def _attribute(give: Callable[[Any], Any]) -> Callable[[Function, Args, Named], 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
     node = node_of(tensor)
+    if node.graph == "everywhere":
+        return bool(node.value.is_leaf)
     return not node.requires_grad or node.func is foreign
 
 
@@ -244,7 +246,21 @@ _QUESTIONS = """dim ndimension size numel nelement stride is_contiguous is_float
   __len__ __hash__ is_inference dim_order is_same_size is_pinned is_shared is_conj is_neg is_distributed is_coalesced storage_offset"""
 _READS = """item tolist numpy __array__ __bool__ __int__ __float__ __complex__ __index__ __format__ __repr__ __str__ __contains__
   __reduce_ex__ is_nonzero data_ptr storage untyped_storage __dlpack__"""
-_REAL = "requires_grad_ share_memory_ pin_memory __reversed__ set_ resize_ apply_ map_ to_sparse"
+_REAL = "share_memory_ pin_memory __reversed__ set_ resize_ apply_ map_ to_sparse"
+
+
+def _on_requires_grad(func: Function, args: Args, kwargs: Named) -> Any:
+    """A value without gradients becomes a real leaf, on every rank; the lazy tensor stands for it from now on."""
+    if isinstance(args[0], ForeignParameter):
+        return _on_metadata(func, args, kwargs)
+    node, flag = node_of(args[0]), (kwargs.get("requires_grad", args[1] if len(args) > 1 else True))
+    if flag == node.requires_grad:
+        return args[0]
+    if not flag:
+        raise LazyValueError("you can only change requires_grad flags of leaf variables.")
+    leaf = read([node], name_of(func))[0].detach().requires_grad_()
+    node.value, node.graph, node.spec = leaf, "everywhere", node.spec._replace(requires_grad=True)
+    return leaf
 
 
 def _on_real(func: Function, args: Args, kwargs: Named) -> Any:
@@ -261,6 +277,8 @@ def install() -> None:
             F.l1_loss: _on_l1_loss,
             torch.Tensor.type: _on_type,
             torch.Tensor.__deepcopy__: _on_deepcopy,
+            torch.Tensor.requires_grad_: _on_requires_grad,
+            torch.Tensor.requires_grad.__set__: _on_requires_grad,  # type: ignore[attr-defined]
         }
     )
     for name, give in _GETTERS.items():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def meet(carrier: Carrier, kind: str, nodes: Sequence[Node], *words: object, ask: bool = False) -> bool:
     """Whether any rank asks; raises unless all ranks have recorded the same and are about to do the same with it."""
-    text = f"{journal().checksum} {[node.number for node in nodes]} {words}"
+    text = f"{journal(carrier).checksum} {[node.number for node in nodes]} {words}"
     return carrier.agree(kind, zlib.crc32(text.encode()), ask)
 
 

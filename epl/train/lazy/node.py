@@ -91,7 +91,7 @@ class Node:
         """What to do with the value when it is there: register a hook on its gradient, or have that retained."""
         self.serial = next(_serials)
         # Operations that only this rank records (its own share of an expression over parameters) are not counted.
-        self.number = _journal.note(func, spec) if self.carrier is not None else None
+        self.number = journal(self.carrier).note(func, spec) if self.carrier is not None else None
         self.where = _caller() if func is not None else None
         self.versions = _versions(args, kwargs) if func is not foreign else []
 
@@ -137,11 +137,8 @@ class Node:
         self.let_go()
 
 
-class Journal(threading.local):
-    """How many operations were recorded, and a checksum of them: ranks that recorded different things find out at once.
-
-    One for each thread: in tests, ranks are threads of one process.
-    """
+class Journal:
+    """How many operations were recorded, and a checksum of them: ranks that recorded different things find out at once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -155,13 +152,21 @@ class Journal(threading.local):
         return self.count
 
 
-_journal = Journal()
+class _Journals(threading.local):
+    """One journal for each set of ranks that compute a model together: ranks of different replicas record different rows. And for
+    each thread: in tests, ranks are threads of one process."""
+
+    def __init__(self) -> None:
+        self.by_ranks: dict[tuple[int, ...], Journal] = {}
+
+
+_journals = _Journals()
 _serials = itertools.count()
 
 
-def journal() -> Journal:
-    """This rank's journal."""
-    return _journal
+def journal(carrier: Carrier) -> Journal:
+    """What this rank has recorded of the models that it computes with these ranks."""
+    return _journals.by_ranks.setdefault(tuple(carrier.ranks), Journal())
 
 
 def output_of(call: Call, index: int) -> torch.Tensor:

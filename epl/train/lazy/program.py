@@ -124,6 +124,6 @@ def _text(tree: Any) -> str:
 
 
 def depends_on(nodes: Collection[Node]) -> list[Call]:
-    """The calls among these nodes, earliest first."""
-    found = dict.fromkeys(node.args[0] for node in nodes if node.func is output_of)
+    """The calls that these nodes are outputs of, earliest first; those whose graphs are gone are not looked for."""
+    found = dict.fromkeys(node.args[0] for node in nodes if node.func is output_of and node.args)
     return sorted(found, key=lambda call: call.nodes[0].serial)

@@ -67,7 +67,7 @@ def settle_live(carrier: Carrier) -> None:
     pushed: list[tuple[int, torch.Tensor]] | None = None
     if carrier.is_home:
         pushed = [(n.number, n.value.detach()) for n in live if n.number is not None and _is_pushed(n, carrier)]
-    by_number = {n.number: n for n in live}
+    by_number = {n.number: n for n in live if n.carrier is not None and n.carrier.ranks == carrier.ranks}
     for number, value in carrier.push(pushed):
         node = by_number.get(number)
         if node is not None:

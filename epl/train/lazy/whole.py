@@ -16,7 +16,7 @@ from epl import _torch
 from epl.errors import LazyValueError
 from epl.graph.spec import swap
 from epl.report import log
-from epl.train.lazy.everywhere import anchor_of, stand_in, stands_behind
+from epl.train.lazy.everywhere import anchor_of, needs_engine, stand_in
 from epl.train.lazy.foreign import ForeignParameter, refuse, refuse_foreign
 from epl.train.lazy.live import live_nodes
 from epl.train.lazy.meeting import carriers_of
@@ -65,7 +65,7 @@ def needs_everyone(nodes: Sequence[Node]) -> bool:
     order = topological(nodes, _is_plain)
     if any(n.hooks or n.several_homes or n.has_effects or n.graph == "everywhere" for n in order):
         return True
-    return any(stands_behind(g) for g in graph_nodes(outer_tensors(order)))
+    return any(needs_engine(g) for g in graph_nodes(outer_tensors(order)))
 
 
 def _is_plain(node: Node) -> bool:
