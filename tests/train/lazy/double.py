@@ -347,7 +347,7 @@ class Double:
         flags = tuple(m.training for m in self.model.modules()), tuple(p.requires_grad for p in parameters)
         key = (tuple(specs), tree, rows, Context.now(), flags)
         if key not in self._kinds:
-            autocast = torch.is_autocast_enabled("cpu")
+            autocast, grad = torch.is_autocast_enabled("cpu"), Context.now().grad
             device = "cpu" if autocast else "meta"  # faster; but autocast does not know it
             with torch.inference_mode(False):
                 model = copy.deepcopy(self.carrier.engine).to(device).train(self.model.training)
@@ -358,7 +358,7 @@ class Double:
             state = torch.get_rng_state()
             fake = _torch.fake_mode if autocast else contextlib.nullcontext
             for n in (rows, rows + 1):
-                with fake(), torch.inference_mode(False), torch.set_grad_enabled(Context.now().grad):
+                with fake(), torch.inference_mode(False), torch.set_grad_enabled(grad):  # leaving it turns grad mode on
                     inputs = [
                         _fake(s, rows, n, device) if s is not None else t for s, t in zip(specs, flat, strict=True)
                     ]

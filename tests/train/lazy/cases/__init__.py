@@ -5,10 +5,10 @@ Others run them too, over other carriers: `env.run(CASES[name], Env(rows, wrap, 
 
 from __future__ import annotations
 
-from tests.train.lazy.cases import layouts, loops, losses, odd
+from tests.train.lazy.cases import layouts, loops, losses, more, odd
 from tests.train.lazy.cases.env import CASES, Case, Env, Outcome, differences, run
 
-SHELVES = (loops, losses, layouts, odd)
+SHELVES = (loops, losses, layouts, odd, more)
 
 REFUSED = {
     "gradient_penalty": "a second derivative across micro batches",
