@@ -24,6 +24,7 @@ from epl.graph.record.modules import TaskGraphOf
 from epl.graph.staging import graph_nodes, stage_plans, wanted_at_home
 from epl.plan import ClusterShape, Plan, PlanSettings, StagePlan, TaskGraphSpec, cut_stages, make_plan
 from epl.plan.stageplan import live_micro_batches
+from epl.train.cut.sources import AutomaticChoice
 
 
 def plan(
@@ -57,27 +58,6 @@ def plan(
             return foreseen.automatic(made) if made.layout == "staged" and foreseen.has_inputs else made
         made = foreseen.annotated(taskgraphs, cluster, settings)
     return replace(made, reason=choice.reason)
-
-
-class AutomaticChoice:
-    """Whether epl chooses the stages of a model, how many, and what to tell the user about that."""
-
-    def __init__(self, config: Config, model: nn.Module, taskgraphs: TaskGraphs) -> None:
-        self.count = 0
-        """TaskGraphs that epl is to make; 0: it is not asked to, or the user has."""
-        self.reason = ""
-        scopes = forward_scopes(model)
-        if not config.auto.auto_parallel:
-            return
-        if not taskgraphs.implicit or scopes.annotations or scopes.unknown:
-            self.reason = "auto.auto_parallel has no effect: the model has annotations, and they win"
-        elif config.pipeline.num_stages is None:
-            self.reason = (
-                "automatic stages: pipeline.num_stages is not set, so the whole model is one stage (data parallelism); "
-                "set it to the number of devices that one copy of the model is to take"
-            )
-        elif config.pipeline.num_stages * config.pipeline.num_chunks > 1:
-            self.count = config.pipeline.num_stages * config.pipeline.num_chunks
 
 
 def plan_settings(

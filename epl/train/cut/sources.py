@@ -46,22 +46,36 @@ def stage_source(
     model: nn.Module, taskgraphs: TaskGraphs, config: Config, device: torch.device, ranks: int
 ) -> StageSource:
     """The source of this model's stages; what the user should know is said."""
+    choice = AutomaticChoice(config, model, taskgraphs)
+    if choice.reason:
+        notice(choice.reason)
+    if choice.count:
+        return Automatic(model, choice.count, device)
     scopes = forward_scopes(model) if taskgraphs.implicit else ForwardScopes()
-    stages = config.pipeline.num_stages
     if scopes.annotations or scopes.unknown:
-        if config.auto.auto_parallel:
-            notice("auto.auto_parallel has no effect: the model has annotations, and they win")
-        return InForward(model, taskgraphs, scopes, stages if ranks > 1 else 1)
-    if config.auto.auto_parallel and not taskgraphs.implicit:
-        notice("auto.auto_parallel has no effect: the model has annotations, and they win")
-    elif config.auto.auto_parallel and stages is None:
-        notice(
-            "automatic stages: pipeline.num_stages is not set, so the whole model is one stage (data parallelism); "
-            "set it to the number of devices that one copy of the model is to take"
-        )
-    elif config.auto.auto_parallel and stages is not None and stages * config.pipeline.num_chunks > 1:
-        return Automatic(model, stages * config.pipeline.num_chunks, device)
+        return InForward(model, taskgraphs, scopes, config.pipeline.num_stages if ranks > 1 else 1)
     return Annotated(model, taskgraphs)
+
+
+class AutomaticChoice:
+    """Whether epl chooses the stages of a model, how many, and what to tell the user about that."""
+
+    def __init__(self, config: Config, model: nn.Module, taskgraphs: TaskGraphs) -> None:
+        self.count = 0
+        """TaskGraphs that epl is to make; 0: it is not asked to, or the user has."""
+        self.reason = ""
+        scopes = forward_scopes(model)
+        if not config.auto.auto_parallel:
+            return
+        if not taskgraphs.implicit or scopes.annotations or scopes.unknown:
+            self.reason = "auto.auto_parallel has no effect: the model has annotations, and they win"
+        elif config.pipeline.num_stages is None:
+            self.reason = (
+                "automatic stages: pipeline.num_stages is not set, so the whole model is one stage (data parallelism); "
+                "set it to the number of devices that one copy of the model is to take"
+            )
+        elif config.pipeline.num_stages * config.pipeline.num_chunks > 1:
+            self.count = config.pipeline.num_stages * config.pipeline.num_chunks
 
 
 class Annotated:
