@@ -22,14 +22,13 @@ def words(path: Path) -> list[str]:
     return [" ".join(line.split()) for line in path.read_text().splitlines() if line.strip()]
 
 
-def test_at_most_four_lines_are_added_and_none_removed() -> None:
+@pytest.mark.parametrize(("script", "most"), [("local_model.py", 4), ("pipeline.py", 5)])
+def test_few_lines_are_added_and_none_removed(script: str, most: int) -> None:
     changes = [
-        line
-        for line in difflib.ndiff(words(QUICKSTART / "plain.py"), words(QUICKSTART / "local_model.py"))
-        if line[0] in "+-"
+        line for line in difflib.ndiff(words(QUICKSTART / "plain.py"), words(QUICKSTART / script)) if line[0] in "+-"
     ]
     added = [line for line in changes if line.startswith("+")]
-    assert len(added) <= 4
+    assert len(added) <= most
     assert [line for line in changes if line.startswith("-")] == []
     assert len([line for line in added if "epl" in line]) == len(added)
 
@@ -73,3 +72,10 @@ def test_torchrun_runs_the_same_script(tmp_path: Path) -> None:
     printed = [losses(path.read_text()) for path in sorted(tmp_path.rglob("stdout.log"))]
     assert len(printed) == 2
     assert printed[0] != printed[1]
+
+
+def test_two_stages_give_what_the_plain_script_gives(tmp_path: Path) -> None:
+    expected = plain_losses(tmp_path, 50)  # five micro batches of 10 rows
+    for printed in run_ranks(printed_by, 2, str(QUICKSTART / "pipeline.py")):
+        assert losses(printed) == pytest.approx(expected, rel=1e-5)
+    assert losses(output(sys.executable, "pipeline.py", folder=QUICKSTART)) == pytest.approx(expected, rel=1e-5)
