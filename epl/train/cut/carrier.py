@@ -144,6 +144,10 @@ class StageCarrier:
         self._run("backward", kept.work, kept.stages, {} if retain else self._gradients.reducers())
         self._collect_input_gradients([own])
 
+    def forget(self, call: Call) -> None:
+        """No backward of this call will come: its graphs may go."""
+        self._kept.pop(_own(call), None)
+
     # ---- the engine ------------------------------------------------------------------------------------------------
 
     def _stages(self, work: Work) -> dict[int, Stage]:
@@ -168,8 +172,9 @@ class StageCarrier:
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
                 step = executor.run(program, [1.0] * slots)
-        except BaseException:
+        except BaseException as error:
             self._gradients.abandon()
+            self._peers.break_off(error)
             raise
         if self.events is not None:
             self.events += step.events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from epl.cluster.communication import Job, speaking
-from epl.errors import RanksDisagreeError
+from epl.errors import CommunicationError, RanksDisagreeError
 from epl.graph.spec import Spec
 
 _HASH_BITS = 40
@@ -47,6 +48,9 @@ class Peers(Protocol):
     def exchange(self, value: object) -> list[object]:
         """A small Python object of every rank, by index."""
 
+    def break_off(self, error: BaseException) -> None:
+        """This rank has raised where others wait for it: they are told why, and it takes no further part."""
+
 
 class RankPeers:
     """Peers that are processes."""
@@ -61,6 +65,7 @@ class RankPeers:
             self.data = self._make(replicas, None)
             self._control = self.data if job.device.type == "cpu" else self._make(replicas, "gloo")
         self._pushed: tuple[Spec, ...] = ()  # what was pushed last, as every rank knows
+        self._broken = ""
 
     @property
     def size(self) -> int:
@@ -76,6 +81,11 @@ class RankPeers:
         return own
 
     def agree(self, kind: str, bits: int, rows: int, ask: bool) -> tuple[tuple[int, ...], bool]:
+        if self._broken:
+            raise CommunicationError(
+                f"{kind}: an earlier step of this model raised on rank {self._job.rank} ({self._broken}) while the other ranks of the "
+                "replica waited for it, so they cannot go on together. Mend the cause and start the job again."
+            )
         word = bits & (1 << _HASH_BITS) - 1
         said = self._job.meet(kind, (rows << _HASH_BITS | word) << 1 | ask).wait().bits
         for ranks in self._replicas:
@@ -141,6 +151,11 @@ class RankPeers:
         with speaking(self._job, "exchanging values with the ranks of the replica"):
             dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def break_off(self, error: BaseException) -> None:
+        if self.size > 1 and not isinstance(error, CommunicationError):
+            self._broken = "".join(traceback.format_exception_only(error)).strip()
+            self._job.tell_failure("".join(traceback.format_exception(error)).rstrip())
 
 
 def _numbers(count: int) -> Spec:

@@ -43,3 +43,6 @@ class MemoryPeers:
 
     def exchange(self, value: object) -> list[object]:
         return self._network.meet(self.index, value)
+
+    def break_off(self, error: BaseException) -> None:
+        self._network.abort()
