@@ -86,7 +86,7 @@ class FakeModel:
                 for name in containers:
                     value = state.get(name)
                     if type(value) in _CONTAINERS:
-                        contents.append((value, value.copy() if value else None))  # type: ignore[union-attr]
+                        contents.append((value, value.copy() if value else None))
                 # Copies: what the forward registers or assigns goes into them, and is gone with them.
                 state["_parameters"], state["_buffers"] = parameters.copy(), buffers.copy()
                 state.update(others)

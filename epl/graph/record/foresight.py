@@ -89,7 +89,7 @@ def describe(
     sizes: list[int],
     spec_of: Callable[[torch.Tensor], Spec],
     whole: Callable[[Any], bool] | None = None,
-) -> Hashable:
+) -> Any:
     """An argument without its sizes, which are added to `sizes`; whole numbers are sizes, too.
 
     Without `whole`, only plain containers are looked into; with it all are, but for what it says is an object.

@@ -32,7 +32,7 @@ def model_key(model: nn.Module, glue: Collection[nn.Module]) -> Hashable:
             parts.append((id(module), state["training"]))
             for tensor in state["_parameters"].values():
                 if tensor is not None:
-                    parts.append((tensor.requires_grad, tensor.shape, tensor.dtype))
+                    parts += (id(tensor), tensor.requires_grad, tensor.dtype)
             for tensor in state["_buffers"].values():
                 if tensor is not None:
                     parts.append((tensor.shape, tensor.dtype))

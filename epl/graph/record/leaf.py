@@ -1,49 +1,36 @@
 """What a module that is recorded as a whole would return, without its numbers.
 
-remembered    a module with the same fingerprint was given the same specs before
-predicted     it follows from other sizes (epl.graph.record.shapes)
-on fakes      the module runs on fake tensors, hooks and all
-for real      it cannot (it reads numbers, or its shapes depend on them): it runs once on stand-ins of the right specs,
-              parameters included, since those of other stages have no numbers
+    remembered    a module like it was given the same specs before (epl.graph.record.memo)
+    foreseen      it follows from other sizes (epl.graph.record.shapes)
+    on fakes      the module runs on fake tensors, hooks and all; its parts may be remembered in turn
+    for real      it cannot (it reads numbers, or its shapes depend on them): it runs once on stand-ins of the right specs,
+                  parameters included, since those of other stages have no numbers
+
+A module that is given an object may change it, and one that is not run does not. So nothing is remembered of such modules
+until `verifying` has shown that the forward comes out the same whether they run or not (`trusted`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from epl import _torch
 from epl.cluster.pickling import load_around_tensors
-from epl.graph.context import Context
 from epl.graph.record import hooks
 from epl.graph.record.chance import PythonStreams, torch_streams_kept
 from epl.graph.record.fakes import FakeModel
-from epl.graph.record.fingerprint import fingerprint
-from epl.graph.record.foresight import describe
-from epl.graph.record.objects import dump
-from epl.graph.record.shapes import Form, Rule
-from epl.graph.record.tree import Rebuild, freeze, leaves_of, skeleton
+from epl.graph.record.memo import Memo
+from epl.graph.record.objects import dump, without_caches
+from epl.graph.record.tree import leaves_of, skeleton
 from epl.graph.spec import Spec
 
-_LIMIT = 20_000
-"""Results that are remembered at most."""
-
-
-class _Kept(NamedTuple):
-    """A result without its tensors: specs in their places, and numbers of arguments for objects handed through."""
-
-    specs: tuple[Spec | int, ...]
-    fill: Rebuild
-
-
-class _Call(NamedTuple):
-    kind: Hashable
-    """The module's fingerprint and its arguments without their sizes."""
-    sizes: tuple[int, ...]
+_WORTHWHILE = 4
+"""Modules that a part of a leaf consists of at least, to be remembered by itself."""
 
 
 class Stamp(torch.autograd.Function):
@@ -64,76 +51,33 @@ class Leaves:
     def __init__(self, model: FakeModel, mode: Any) -> None:
         """`mode`: the fake mode under which everything is recorded."""
         self.trusted = False
-        """Whether a module that is given an object may be remembered too: what it does to the object does not matter."""
-        self._model = model
-        self._prints: dict[nn.Module, int | None] = {}
-        self._numbers: dict[Hashable, int] = {}
-        self._kept: dict[_Call, _Kept] = {}
-        self._rules: dict[Hashable, tuple[Rule, Rebuild]] = {}
-        self._needs_numbers: set[int] = set()
-        self._mode = mode
+        """Whether a module that is given an object may be remembered too."""
+        self.verifying = False
+        """Whether that is being found out: only such modules are not run."""
+        self.saw_objects = False
+        """Whether a module was given an object."""
+        self.memo = Memo(self.fresh)
+        self._model, self._mode = model, mode
         self._anchor: torch.Tensor | None = None
-
-    def forget_modules(self) -> None:
-        """Look at the modules anew: something about them has changed."""
-        self._prints.clear()
-
-    def forget(self) -> None:
-        """Remember nothing."""
-        self.forget_modules()
-        self._kept.clear()
-        self._rules.clear()
+        self._needs_numbers: set[int] = set()
+        self._sizes: dict[nn.Module, int] = {}
+        self._is_real = False
 
     def run(
         self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, whole: Callable[[Any], bool]
     ) -> Any:
-        """The module's result. `original` calls a module; `whole` says what among the arguments is an object."""
-        things = [leaf for leaf in leaves_of((args, kwargs), whole) if not isinstance(leaf, torch.Tensor)]
-        call = self._describe(module, args, kwargs, whole) if self.trusted or not things else None
-        kept = None if call is None else self._recall(call)
-        if kept is not None:
-            return self._rebuild(kept, things)
-        streams = PythonStreams()
-        inputs = [leaf for leaf in leaves_of((args, kwargs), whole) if isinstance(leaf, torch.Tensor)]
-        versions = [_torch.version_of(t) for t in inputs]
-        try:
-            result = self._run(module, original, args, kwargs)
-        finally:
-            streams.restore()  # the module will draw when it runs
-        if [_torch.version_of(t) for t in inputs] == versions and not _shares_memory(result, inputs):
-            call = call or self._describe(module, args, kwargs, whole)
-            if call is not None:
-                self._keep(call, result, things)
-        return result
+        """The result of a leaf. `original` calls a module; `whole` says what among the arguments is an object."""
+        return self._result(module, original, args, kwargs, whole, part=False)
 
-    # ---- running -----------------------------------------------------------------------------------------------------
-
-    def _run(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        number = self._number(module)
-        if number is not None and number in self._needs_numbers:
-            return self._for_real(module, original, args, kwargs)
-        with _torch.fake_failures_unsaid():
-            try:
-                return original(module, *args, **kwargs)
-            except Exception:
-                if any(map(hooks.has_hooks, module.modules())):
-                    with contextlib.suppress(Exception), hooks.left_out(module):
-                        return original(module, *args, **kwargs)
-        result = self._for_real(module, original, args, kwargs)
-        if number is not None:
-            self._needs_numbers.add(number)
-        return result
-
-    def _for_real(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        leaves, fill = skeleton((args, kwargs))
-        with _torch.without_fake_mode(), torch_streams_kept(), hooks.left_out(module):
-            real = [_stand_in(Spec.of(leaf)) if isinstance(leaf, torch.Tensor) else _copy(leaf) for leaf in leaves]
-            args, kwargs = fill(real)
-            with self._model.filled(module, _stand_in):
-                result = original(module, *args, **kwargs)
-        found, refill = skeleton(result)
-        handed = {id(copy): leaf for copy, leaf in zip(real, leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
-        return refill([self.fresh(Spec.of(f)) if isinstance(f, torch.Tensor) else handed.get(id(f), f) for f in found])
+    def run_part(
+        self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, whole: Callable[[Any], bool]
+    ) -> Any:
+        """The result of a module inside a leaf that is running."""
+        if module not in self._sizes:
+            self._sizes[module] = sum(1 for _ in module.modules())
+        if self._is_real or self._sizes[module] < _WORTHWHILE:
+            return original(module, *args, **kwargs)
+        return self._result(module, original, args, kwargs, whole, part=True)
 
     def fresh(self, spec: Spec) -> torch.Tensor:
         """A fake tensor of a spec, as an operation would have made it: not a leaf of autograd."""
@@ -146,57 +90,64 @@ class Leaves:
         with torch.enable_grad():
             return Stamp.apply(self._anchor, self._mode, spec)  # type: ignore[no-any-return, no-untyped-call]
 
-    # ---- remembering -------------------------------------------------------------------------------------------------
+    def _result(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        whole: Callable[[Any], bool],
+        part: bool,
+    ) -> Any:
+        found = list(leaves_of((args, kwargs), whole))
+        inputs = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        things = [leaf for leaf in found if not isinstance(leaf, torch.Tensor)]
+        self.saw_objects |= bool(things)
+        call = self.memo.call(module, args, kwargs, whole)
+        may_skip = self.trusted if things else part or not self.verifying
+        known = self.memo.recall(call, things) if call is not None and may_skip else None
+        if known is not None:
+            return known[0]
+        versions = [_torch.version_of(t) for t in inputs]
+        result = original(module, *args, **kwargs) if part else self._run(module, original, args, kwargs)
+        if not part:
+            result = without_caches(result, things)
+        unchanged = [_torch.version_of(t) for t in inputs] == versions
+        if call is not None and unchanged and not _shares_memory(result, inputs):
+            self.memo.keep(call, result, things)
+        return result
 
-    def _describe(self, module: nn.Module, args: Any, kwargs: Any, whole: Callable[[Any], bool]) -> _Call | None:
-        number = self._number(module)
-        if number is None:
-            return None
-        sizes: list[int] = []
-        kind = (number, describe((args, kwargs), sizes, Spec.of, whole), Context.now(), torch.get_default_dtype())
+    def _run(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        number = self.memo.number(module)
+        streams = PythonStreams()
         try:
-            hash(kind)
-        except TypeError:
-            return None
-        return _Call(kind, tuple(sizes))
+            if number is None or number not in self._needs_numbers:
+                with contextlib.suppress(Exception), _torch.fake_failures_unsaid():
+                    return original(module, *args, **kwargs)
+                if any(map(hooks.has_hooks, module.modules())):
+                    with contextlib.suppress(Exception), _torch.fake_failures_unsaid(), hooks.left_out(module):
+                        return original(module, *args, **kwargs)
+            result = self._for_real(module, original, args, kwargs)
+        finally:
+            streams.restore()  # the module will draw when it runs
+        if number is not None:
+            self._needs_numbers.add(number)
+        return result
 
-    def _number(self, module: nn.Module) -> int | None:
-        if module not in self._prints:
-            print_ = fingerprint(module)
-            self._prints[module] = None if print_ is None else self._numbers.setdefault(print_, len(self._numbers))
-        return self._prints[module]
-
-    def _recall(self, call: _Call) -> _Kept | None:
-        kept = self._kept.get(call)
-        if kept is None and call.kind in self._rules:
-            rule, fill = self._rules[call.kind]
-            specs = rule.predict(call.sizes)
-            if specs is not None:
-                kept = _Kept(tuple(specs), fill)
-        return kept
-
-    def _rebuild(self, kept: _Kept, things: list[Any]) -> Any:
-        return kept.fill([things[s] if isinstance(s, int) else self.fresh(s) for s in kept.specs])
-
-    def _keep(self, call: _Call, result: Any, things: list[Any]) -> None:
-        leaves, fill = skeleton(result)
-        specs: list[Spec | int] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                specs.append(Spec.of(leaf))
-            else:
-                same = [number for number, thing in enumerate(things) if thing is leaf]
-                if not same:
-                    return
-                specs.append(same[0])
-        if len(self._kept) >= _LIMIT:
-            self._kept.clear()
-        self._kept[call] = _Kept(tuple(specs), fill)
-        tensors = [spec for spec in specs if isinstance(spec, Spec)]
-        if len(tensors) == len(specs):
-            around = freeze(result, lambda leaf: None)  # numbers among the results may follow the sizes too
-            rule, _ = self._rules.setdefault(call.kind, (Rule(tuple(map(Form.of, tensors)), around), fill))
-            rule.observe(call.sizes, tensors, around)
+    def _for_real(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves, fill = skeleton((args, kwargs))
+        self._is_real = True
+        try:
+            with _torch.without_fake_mode(), torch_streams_kept(), hooks.left_out(module):
+                real = [_stand_in(Spec.of(leaf)) if isinstance(leaf, torch.Tensor) else _copy(leaf) for leaf in leaves]
+                args, kwargs = fill(real)
+                with self._model.filled(module, _stand_in):
+                    result = original(module, *args, **kwargs)
+        finally:
+            self._is_real = False
+        found, refill = skeleton(result)
+        handed = {id(copy): leaf for copy, leaf in zip(real, leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
+        return refill([self.fresh(Spec.of(f)) if isinstance(f, torch.Tensor) else handed.get(id(f), f) for f in found])
 
 
 def _shares_memory(result: Any, inputs: list[torch.Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -78,14 +79,14 @@ class _Making:
         remembered of them is believed."""
         leaves, trusted = self._maker.surroundings.leaves, self._maker.trusted
         shapes = [spec.shape for spec in self._inputs.specs]
-        leaves.trusted = self._trust in trusted
+        leaves.trusted, leaves.saw_objects = self._trust in trusted, False
         recording = self._record(shapes, self.draws)
-        if not leaves.trusted and any(_holds_object(node) for node in recording.nodes):
-            leaves.trusted = True
-            try:
+        if leaves.saw_objects and not leaves.trusted:
+            leaves.trusted = leaves.verifying = True
+            again: Recording | None = None
+            with contextlib.suppress(Exception):
                 again = self._record(shapes, Draws(self._seed, self.draws.pattern))
-            except Exception:
-                again = None
+            leaves.verifying = False
             leaves.trusted = again is not None and _difference(recording, again, specs=True) is None
         if leaves.trusted:
             trusted.add(self._trust)
@@ -177,10 +178,6 @@ def _losses(call: RecordedCall) -> list[nn.Module]:
             if not node.meta["spec"].shape and not any(True for _ in (*module.parameters(), *module.buffers())):
                 found[module] = None
     return list(found)
-
-
-def _holds_object(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (steps.make_afresh, steps.rebuild_object)
 
 
 def _difference(one: Recording, other: Recording, specs: bool = False) -> str | None:

@@ -7,7 +7,7 @@ again. An object around tensors is written down as a node that rebuilds it aroun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import fx, nn
 from epl.cluster.pickling import FAILURES, dump_around_tensors
 from epl.errors import RecordingError
 from epl.graph.record import steps
+from epl.graph.record.standin import StaysOnStages
+from epl.graph.record.tree import skeleton
 from epl.graph.record.where import user_line
 
 _State = tuple[bytes, tuple[int, ...]]
@@ -88,3 +90,13 @@ def dump(thing: Any) -> tuple[bytes, list[torch.Tensor]]:
 def is_cache(thing: Any) -> bool:
     """Whether it is one of Hugging Face's key-value caches: nobody wants to have those brought together after a call."""
     return any(base.__name__ == "Cache" for base in type(thing).__mro__)
+
+
+def without_caches(result: Any, given: Sequence[Any]) -> Any:
+    """What a module returned, with stand-ins for the caches that it has made itself: their contents stay with it."""
+    leaves, fill = skeleton(result)
+    kept = [
+        StaysOnStages(type(leaf).__name__) if is_cache(leaf) and not any(leaf is each for each in given) else leaf
+        for leaf in leaves
+    ]
+    return fill(kept) if any(isinstance(each, StaysOnStages) for each in kept) else result

@@ -95,8 +95,10 @@ class Recorder(TorchFunctionMode):
         original = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._deaf or threading.get_ident() != self._thread:
+            if threading.get_ident() != self._thread or (self._deaf and self.inside is None):
                 return original(module, *args, **kwargs)
+            if self._deaf:
+                return self._leaves.run_part(module, original, args, kwargs, self.writer.objects.is_known)
             return self._module(original, module, args, kwargs)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -212,11 +214,11 @@ class Recorder(TorchFunctionMode):
         node.meta["taskgraph"] = self.taskgraph_of(module) or node.meta["taskgraph"]
         node.meta["checkpoint"] = inside_checkpoint()
         versions = [_torch.version_of(t) for t in inputs]
-        self.inside = module
         with self._not_listening():
+            self.inside = module
             result = self._leaves.run(module, original, args, kwargs, self.writer.objects.is_known)
+            self.inside = None
             result = self._own(result, inputs, versions)
-        self.inside = None
         self.writer.last_leaf = path
         if any(len(each) != size for each, size in given):
             self.refuse(f"the module {path} changes a list or dict that it is given, which another stage would not see")

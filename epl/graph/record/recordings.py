@@ -91,11 +91,11 @@ class Recordings:
         """Record everything anew: a module has returned something else than was recorded."""
         self._cache.clear()
         self._maker.trusted.clear()
-        self._leaves.forget()
+        self._leaves.memo.forget()
 
     def _model_key(self) -> Hashable:
         key, is_new = self._modules.key()
         if is_new:
             self._fakes.look_again()
-            self._leaves.forget_modules()
+            self._leaves.memo.forget_modules()
         return key

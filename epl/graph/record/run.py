@@ -19,7 +19,7 @@ from epl.graph.record.fakes import FakeModel
 from epl.graph.record.foresight import Foresight
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.leaf import Leaves
-from epl.graph.record.objects import dump, is_cache
+from epl.graph.record.objects import dump
 from epl.graph.record.recorder import NotALeaf, Recorder
 from epl.graph.record.recording import Attribute, ObjectOf, Outputs, Recording
 from epl.graph.record.shapes import Form
@@ -195,7 +195,7 @@ def _outputs(writer: Writer, value: Any) -> Outputs:
 def _output(writer: Writer, leaf: Any) -> fx.Node | ObjectOf | StaysOnStages:
     if isinstance(leaf, torch.Tensor):
         return writer.node_of(writer.fake_of(leaf))
-    if writer.objects.is_known(leaf) or is_cache(leaf):  # a module was given it, and may have filled it
+    if writer.objects.is_known(leaf):  # a module was given it, and may have filled it
         return StaysOnStages(type(leaf).__name__)
     data, tensors = dump(leaf)
     return ObjectOf(steps.Pristine(type(leaf).__name__, data), tuple(writer.node_of(t) for t in tensors))

@@ -20,12 +20,22 @@ from torch import nn
 
 from epl import _torch
 from epl.cluster.pickling import FAILURES, dump_around_tensors
+from epl.graph.record.standin import StaysOnStages
 
 Rebuild = Callable[[list[Any]], Any]
 
 _PLAIN = (
     (int, float, bool, complex, str, bytes, type(None), type(...), type(NotImplemented), range, type, enum.Enum)
-    + (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator, nn.Module)
+    + (
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Size,
+        torch.Generator,
+        nn.Module,
+        StaysOnStages,
+    )
     + (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial)
 )
 _PLAIN_EXACTLY = frozenset({int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})

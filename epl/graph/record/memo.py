@@ -1,0 +1,145 @@
+"""What modules have returned, remembered by what they are and what they were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from epl.cluster.pickling import load_around_tensors
+from epl.graph.context import Context
+from epl.graph.record.fingerprint import fingerprint
+from epl.graph.record.foresight import describe
+from epl.graph.record.objects import dump
+from epl.graph.record.shapes import Form, Rule
+from epl.graph.record.tree import Rebuild, freeze, skeleton
+from epl.graph.spec import Spec
+
+_LIMIT = 20_000
+"""Results that are remembered at most."""
+
+
+class Call(NamedTuple):
+    """A call of a module, without numbers."""
+
+    kind: Hashable
+    """The module's fingerprint and its arguments without their sizes."""
+    sizes: tuple[int, ...]
+
+
+class _Given(NamedTuple):
+    """An object among the arguments, handed through."""
+
+    number: int
+
+
+class _Made(NamedTuple):
+    """An object that the module has made, around so many tensors."""
+
+    data: bytes
+    tensors: int
+
+
+_Leaf = _Given | _Made | None
+"""Of a result; None is a tensor."""
+
+
+class _Shape(NamedTuple):
+    """A result without its tensors."""
+
+    leaves: tuple[_Leaf, ...]
+    fill: Rebuild
+
+    def build(self, tensors: Iterator[torch.Tensor], given: Sequence[Any]) -> Any:
+        """The result, with these tensors, and objects of the call."""
+        return self.fill([_leaf(each, tensors, given) for each in self.leaves])
+
+
+def _leaf(leaf: _Leaf, tensors: Iterator[torch.Tensor], given: Sequence[Any]) -> Any:
+    if leaf is None:
+        return next(tensors)
+    if isinstance(leaf, _Given):
+        return given[leaf.number]
+    return load_around_tensors(leaf.data, [next(tensors) for _ in range(leaf.tensors)])
+
+
+class Memo:
+    """Results by call; those of other sizes are foreseen from them."""
+
+    def __init__(self, fresh: Callable[[Spec], torch.Tensor]) -> None:
+        """`fresh` makes a fake tensor of a spec."""
+        self._fresh = fresh
+        self._fingerprints: dict[nn.Module, int | None] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._kept: dict[Call, tuple[_Shape, tuple[Spec, ...]]] = {}
+        self._rules: dict[Hashable, tuple[_Shape, Rule]] = {}
+
+    def forget_modules(self) -> None:
+        """Look at the modules anew: something about them has changed."""
+        self._fingerprints.clear()
+
+    def forget(self) -> None:
+        """Remember nothing."""
+        self.forget_modules()
+        self._kept.clear()
+        self._rules.clear()
+
+    def number(self, module: nn.Module) -> int | None:
+        """The same for modules that are alike; None for one of which nothing can be known."""
+        if module not in self._fingerprints:
+            found = fingerprint(module)
+            self._fingerprints[module] = None if found is None else self._numbers.setdefault(found, len(self._numbers))
+        return self._fingerprints[module]
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any, whole: Callable[[Any], bool]) -> Call | None:
+        """What there is to know of a call; `whole` says what is an object. None if nothing can be remembered of it."""
+        number = self.number(module)
+        if number is None:
+            return None
+        sizes: list[int] = []
+        kind = (number, describe((args, kwargs), sizes, Spec.of, whole), Context.now(), torch.get_default_dtype())
+        try:
+            hash(kind)
+        except TypeError:
+            return None
+        return Call(kind, tuple(sizes))
+
+    def recall(self, call: Call, given: Sequence[Any]) -> tuple[Any] | None:
+        """The result of a call, in a tuple; `given` are the objects among its arguments."""
+        known = self._kept.get(call)
+        if known is None and call.kind in self._rules:
+            shape, rule = self._rules[call.kind]
+            specs = rule.predict(call.sizes)
+            known = None if specs is None else (shape, tuple(specs))
+        if known is None:
+            return None
+        shape, found = known
+        return (shape.build(map(self._fresh, found), given),)
+
+    def keep(self, call: Call, result: Any, given: Sequence[Any]) -> None:
+        """Remember what a call has returned."""
+        leaves, fill = skeleton(result)
+        specs: list[Spec] = []
+        kinds: list[_Leaf] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                kinds.append(None)
+                specs.append(Spec.of(leaf))
+                continue
+            handed = [number for number, each in enumerate(given) if each is leaf]
+            if handed:
+                kinds.append(_Given(handed[0]))
+            else:
+                data, tensors = dump(leaf)
+                kinds.append(_Made(data, len(tensors)))
+                specs += [Spec.of(t) for t in tensors]
+        shape = _Shape(tuple(kinds), fill)
+        if len(self._kept) >= _LIMIT:
+            self._kept.clear()
+        self._kept[call] = (shape, tuple(specs))
+        # Numbers among the results, and inside objects, may follow the sizes too: then there is no rule.
+        around = (freeze(result, lambda leaf: None), shape.leaves)
+        _, rule = self._rules.setdefault(call.kind, (shape, Rule(tuple(map(Form.of, specs)), around)))
+        rule.observe(call.sizes, specs, around)
