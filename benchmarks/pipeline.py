@@ -8,50 +8,25 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import dataclasses
 import itertools
-import logging
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from lib.measure import interleave, peak_memory, slowest
+from lib.compare import compare, megabytes, milliseconds, shown
+from lib.measure import interleave, peak_memory, return_freed_memory, slowest
+from lib.pipelines import PEERS, STAGES, ForwardBackward, Runner, Stage, Torch, Work, check_same, loss_of, start
 from lib.ranks import run_ranks, show
-from lib.ratio import paired_ratio
 from lib.report import Bar, Row, Section, finish, machine, write
 from lib.workloads import Transformer
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.nn import functional as F
 
-import epl
-
-STAGES = 2
 TIME_LIMIT, MEMORY_LIMIT = 1.03, 1.02
-TOLERANCE = 1e-5  # of losses and gradients, relative to the largest
 WARM_UP = 2  # steps before the clock runs
-PEERS = {"PreferBackward": Schedule1F1B, "PreferForward": ScheduleGPipe}
 SPEED_UP = "speed-up "
-SHORT = {"PreferBackward": "1f1b", "PreferForward": "gpipe"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """One pipeline to measure."""
-
-    model: Transformer
-    micro_batches: int
-    schedule: str = "PreferBackward"
-    stages: int = STAGES
-
-    @property
-    def name(self) -> str:
-        return f"{SHORT[self.schedule]}_h{self.model.width}_m{self.micro_batches}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,90 +65,12 @@ QUICK = Size(
 )
 
 
-class Stage(nn.Module):
-    """An even share of the layers; the first also embeds the tokens, the last gives the logits."""
-
-    def __init__(self, shape: Transformer, index: int, stages: int) -> None:
-        super().__init__()
-        part = dataclasses.replace(shape, layers=shape.layers // stages).model()
-        self.layers = part.layers
-        self.tokens, self.places = (part.tokens, part.places) if index == 0 else (None, None)
-        self.norm, self.head = (part.norm, part.head) if index == stages - 1 else (None, None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tokens is not None:
-            x = self.tokens(x) + self.places
-        x = self.layers(x)
-        return x if self.head is None else self.head(self.norm(x))
-
-
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class Runner(Protocol):
-    """One way to run a pipeline: its own copy of this rank's stage, the same data."""
-
-    stage: nn.Module
-
-    def step(self) -> torch.Tensor | None:
-        """zero_grad, and the gradients of the mean loss of all micro batches; their losses, where the last stage is."""
-
-
-class Epl:
-    """epl as a user has it."""
-
-    def __init__(self, work: Work, stage: nn.Module) -> None:
-        self.stage, self.batch = stage, work.model.batch(0)
-        rank = dist.get_rank()
-        if rank == work.stages - 1:
-            self.forward = lambda received, x, y: loss_of(stage(received), y)
-        else:
-            self.forward = lambda received, x, y: stage(x if rank == 0 else received)
-
-    def step(self) -> torch.Tensor:
-        self.stage.zero_grad()
-        return epl.forward_backward(self.forward, *self.batch, module=self.stage)
-
-
-class Torch:
-    """torch's own, with the shapes given beforehand."""
-
-    def __init__(self, work: Work, stage: nn.Module) -> None:
-        self.stage, rank = stage, dist.get_rank()
-        tokens, self.targets = work.model.batch(0)
-        self.inputs = (tokens,) if rank == 0 else ()
-        self.last = rank == work.stages - 1
-        with torch.no_grad():
-            rows = work.model.rows // work.micro_batches
-            taken = tokens[:rows] if rank == 0 else torch.zeros(rows, work.model.sequence, work.model.width)
-            given = stage(taken)
-        wrapped = PipelineStage(
-            stage,
-            rank,
-            work.stages,
-            torch.device("cpu"),
-            input_args=taken.requires_grad_(rank > 0),
-            output_args=given.requires_grad_(),
-            group=dist.new_group(),
-        )
-        self.schedule = PEERS[work.schedule](wrapped, work.micro_batches, loss_fn=loss_of)
-
-    def step(self) -> torch.Tensor | None:
-        self.stage.zero_grad()
-        if not self.last:
-            self.schedule.step(*self.inputs)
-            return None
-        losses: list[torch.Tensor] = []
-        self.schedule.step(*self.inputs, target=self.targets, losses=losses, return_outputs=False)
-        return torch.stack(losses).detach()
-
-
 class ByHand:
     """As one would write it for this model alone: shapes known, one receive ahead, sends waited for at the end."""
 
     def __init__(self, work: Work, stage: nn.Module) -> None:
         self.stage, self.number, self.last = stage, work.micro_batches, work.stages - 1
+        self.parameters = stage.parameters
         tokens, targets = work.model.batch(0)
         self.tokens, self.targets = tokens.chunk(self.number), targets.chunk(self.number)
         self.shape = (work.model.rows // self.number, work.model.sequence, work.model.width)
@@ -252,43 +149,24 @@ class OneRank:
         return torch.stack(losses)
 
 
-MAKE: dict[str, Callable[[Work, nn.Module], Runner]] = {"epl": Epl, "torch": Torch, "by hand": ByHand}
+MAKE: dict[str, Callable[[Work, nn.Module], Runner]] = {"epl": ForwardBackward, "torch": Torch, "by hand": ByHand}
 
 
 # ---- on the ranks ----------------------------------------------------------------------------------------------------
 
 
-def start(work: Work) -> nn.Module:
-    """Join the other ranks; this rank's stage."""
-    logging.getLogger("epl").setLevel(logging.WARNING)
-    epl.init(epl.Config({"pipeline.num_micro_batch": work.micro_batches, "pipeline.strategy": work.schedule}))
-    epl.setup_process_groups([("pipe", work.stages)])
-    return Stage(work.model, dist.get_rank(), work.stages)
-
-
 def measure_steps(work: Work, rounds: int, noise: bool) -> dict[str, list[float]]:
     """Seconds of each step."""
-    stage = start(work)
+    start(work)
+    stage = Stage(work.model, dist.get_rank(), work.stages)
     runners: dict[str, Runner] = {name: make(work, copy.deepcopy(stage)) for name, make in MAKE.items()}
     if noise:
         runners["torch again"] = Torch(work, copy.deepcopy(stage))
     for _ in range(WARM_UP):
-        check_same({name: runner.step() for name, runner in runners.items()}, runners)
+        check_same(runners, "by hand")
     runners["one rank"] = OneRank(work)
     runners["one rank"].step()
     return interleave({name: runner.step for name, runner in runners.items()}, rounds, f"time {work.name}")
-
-
-def check_same(losses: dict[str, torch.Tensor | None], runners: dict[str, Runner]) -> None:
-    """Refuse to compare the speed of different computations."""
-    found = {name: [p.grad for p in runner.stage.parameters()] for name, runner in runners.items()}
-    if dist.get_rank() == dist.get_world_size() - 1:
-        found = {name: [losses[name], *gradients] for name, gradients in found.items()}
-    for name, tensors in found.items():
-        for ours, theirs in zip(tensors, found["by hand"], strict=True):
-            furthest, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-            if not furthest <= TOLERANCE * max(largest, 1e-3):
-                raise RuntimeError(f"{name} differs from by hand by {furthest:g} in a tensor of up to {largest:g}")
 
 
 def measure_memory(work: Work, name: str) -> int:
@@ -302,14 +180,6 @@ def measure_memory(work: Work, name: str) -> int:
     start(work)
     return_freed_memory()
     return peak_memory(train)
-
-
-def return_freed_memory() -> None:
-    """Have glibc give large blocks back once they are free: else the peak is as much its luck as it is what was needed."""
-    glibc = ctypes.CDLL(None)
-    if hasattr(glibc, "mallopt"):
-        glibc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD, which then no longer grows by itself
-        glibc.mallopt(-1, 1 << 16)  # M_TRIM_THRESHOLD
 
 
 # ---- here ------------------------------------------------------------------------------------------------------------
@@ -373,32 +243,6 @@ def works(size: Size) -> Iterable[Work]:
     """Everything that has bars."""
     for schedule, model, number in itertools.product(PEERS, size.models, size.micro_batches):
         yield Work(model, number, schedule)
-
-
-def compare(
-    name: str,
-    ours: Sequence[float],
-    theirs: Sequence[float],
-    show_as: Callable[[float], str],
-    limit: float | None = None,
-    note: str = "",
-) -> Row:
-    made_of = f"{show_as(statistics.median(ours))} / {show_as(statistics.median(theirs))}"
-    return Row(name, paired_ratio(ours, theirs), f"{made_of}, {note}" if note else made_of, limit)
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
-
-
-def megabytes(count: float) -> str:
-    return f"{count / 1e6:.1f} MB"
-
-
-def shown(row: Row) -> Row:
-    """The row, printed as soon as it is there."""
-    print(f"{row.name:<44} {row.ratio}  {row.made_of}  load {os.getloadavg()[0]:.1f}", flush=True)
-    return row
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib.measure import slowest
-from benchmarks.lib.ratio import Ratio, median_interval, paired_ratio
+from benchmarks.lib.ratio import Ratio, median_interval, paired_difference, paired_ratio
 from benchmarks.lib.report import Bar, Row, Section, finish, markdown, write
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +44,11 @@ def test_what_slows_both_down_cancels_out() -> None:
     assert ratio.low < 1.1 < ratio.high
     assert ratio.high - ratio.low < 0.02
     assert ratio.pairs == 41
+
+
+def test_differences_are_taken_pair_by_pair() -> None:
+    found = paired_difference([11.0, 31.0, 22.0], [10.0, 30.0, 20.0])
+    assert (found.value, found.low, found.high, found.pairs) == (1.0, 1.0, 2.0, 3)
 
 
 def test_pairs_must_be_pairs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,14 @@ def peak_memory(work: Callable[[], object]) -> int:
     before = _status("VmRSS")
     work()
     return _status("VmHWM") - before
+
+
+def return_freed_memory() -> None:
+    """Have glibc give large blocks back once they are free: else the peak is as much its luck as it is what was needed."""
+    glibc = ctypes.CDLL(None)
+    if hasattr(glibc, "mallopt"):
+        glibc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD, which then no longer grows by itself
+        glibc.mallopt(-1, 1 << 16)  # M_TRIM_THRESHOLD
 
 
 def _use_torch_once() -> None:

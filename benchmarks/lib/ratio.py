@@ -33,6 +33,13 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(ratios), low, high, len(ratios))
 
 
+def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """ours - theirs, pair by pair, in the same form."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    low, high = median_interval(differences)
+    return Ratio(statistics.median(differences), low, high, len(differences))
+
+
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Two of the values between which the median of what they were drawn from lies, with this confidence.
 
