@@ -179,6 +179,12 @@ def foreign(parameter: torch.nn.Parameter) -> torch.Tensor:
     raise AssertionError("a parameter of another rank has no value here")
 
 
+def home_of(carrier: Carrier) -> tuple[tuple[int, ...], int]:
+    """Where a carrier's values are, and for whom: beside a model in stages, one that every rank has whole has homes of its own,
+    also on the rank that happens to be the other's home."""
+    return carrier.ranks, carrier.home
+
+
 def name_of(func: object) -> str:
     """A function's name for messages."""
     return str(getattr(func, "__name__", func))
@@ -239,7 +245,7 @@ def _carrier(
         if parent.carrier is not None and not (parent.everywhere and parent.graph is None):
             carriers.append(parent.carrier)
             several = several or parent.several_homes
-    return (carriers[0] if carriers else None), several or len({c.home for c in carriers}) > 1
+    return (carriers[0] if carriers else None), several or len({home_of(c) for c in carriers}) > 1
 
 
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:

@@ -10,7 +10,7 @@ import torch
 from epl.train.lazy.foreign import refuse_foreign
 from epl.train.lazy.live import live_nodes
 from epl.train.lazy.meeting import asks, carriers_of, meet
-from epl.train.lazy.node import Node, output_of, topological
+from epl.train.lazy.node import Node, home_of, output_of, topological
 from epl.train.lazy.whole import compute, share_values
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _is_ready(node: Node) -> bool:
 
 
 def _is_pushed(node: Node, carrier: Carrier) -> bool:
-    if not node.done or node.everywhere or node.carrier is None or node.carrier.home != carrier.home:
+    if not node.done or node.everywhere or node.carrier is None or home_of(node.carrier) != home_of(carrier):
         return False
     return isinstance(node.value, torch.Tensor) and node.value.nbytes <= PUSHED_BYTES
 

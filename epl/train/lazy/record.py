@@ -18,7 +18,7 @@ from epl.train.lazy.foreign import LAZY, ForeignParameter, node_of, refuse, refu
 from epl.train.lazy.infer import Inferred, NeedsDataError, infer
 from epl.train.lazy.live import live_nodes
 from epl.train.lazy.meeting import asks, meet
-from epl.train.lazy.node import Node, name_of, topological
+from epl.train.lazy.node import Node, home_of, name_of, topological
 from epl.train.lazy.read import bring_everywhere, read
 from epl.train.lazy.tensor import LazyTensor
 from epl.train.lazy.whole import compute, finish_node
@@ -217,7 +217,7 @@ def _compute_all_live(doing: str) -> None:
 
 def _run_now(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], nodes: list[Node]) -> Any:
     """Every lazy argument is computed: run it, on every rank if each has what it takes, else at home."""
-    homes = {n.carrier.home for n in nodes if n.carrier is not None and not n.everywhere}
+    homes = {home_of(n.carrier) for n in nodes if n.carrier is not None and not n.everywhere}
     if len(homes) > 1 or {"everywhere", "home"} <= {n.graph for n in nodes}:
         bring_everywhere(nodes, name_of(func))
     if is_in_place(func, kwargs):
