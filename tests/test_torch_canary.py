@@ -235,3 +235,85 @@ def test_a_parameter_may_change_its_class_and_keep_its_accumulator():
     p.__class__ = nn.Parameter
     p.data = torch.ones(2)
     assert _torch.gradient_accumulator(p) is accumulator
+
+
+def test_fake_tensors_have_shapes_and_no_numbers():
+    mode = _torch.fake_mode()
+    with mode:
+        x = torch.ones(2, 3)
+        assert _torch.is_fake(x)
+        assert (x @ x.T).shape == (2, 2)
+        made = _torch.make_fake(mode, torch.Size([4, 3]), (1, 4), torch.float32, torch.device("cpu"))
+        assert ((made @ x.T).shape, made.stride(), made.device.type) == ((4, 2), (1, 4), "cpu")
+        for read in (lambda: x.sum().item(), lambda: x.nonzero()):
+            with pytest.raises(_torch.NEEDS_DATA):
+                read()
+        with _torch.without_fake_mode():
+            assert torch.ones(2).sum().item() == 2
+    assert not _torch.is_fake(torch.ones(1))
+    assert issubclass(_torch.NO_FAKE_KERNEL, RuntimeError)
+
+
+def test_fake_tensors_that_share_memory_are_known():
+    with _torch.fake_mode():
+        x = torch.ones(4, 4)
+        assert _torch.memory_of(x) == _torch.memory_of(x[1:].T)
+        assert _torch.memory_of(x) != _torch.memory_of(x + 1)
+        assert _torch.memory_of(x) != _torch.memory_of(torch.ones(4, 4))
+
+
+def test_a_fake_mode_that_fails_can_be_kept_quiet(caplog):
+    with _torch.fake_mode():
+        a, b = torch.ones(2, 4, 4), torch.ones(2, 4, 4)
+        for _ in range(2):
+            with _torch.fake_failures_unsaid(), pytest.raises(RuntimeError, match="BF16"):
+                torch.nn.functional.grouped_mm(a, b)
+    assert caplog.records == []
+
+
+def test_functions_are_seen_however_they_are_called():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    bound, seen = Double.apply, []
+
+    def apply(owner, original, args, kwargs):
+        seen.append(owner)
+        return original(*args, **kwargs)
+
+    with _torch.function_applications(apply):
+        assert bound(torch.ones(1)).item() == 2
+        assert Double.apply(torch.ones(1)).item() == 2
+    assert Double.apply(torch.ones(1)).item() == 2
+    assert seen == [Double, Double]
+
+
+def test_torch_function_modes_are_counted_and_left_alone():
+    before = _torch.count_function_modes()
+    with torch.device("meta"):
+        assert _torch.count_function_modes() == before + 1
+        assert torch.ones(1).device.type == "meta"
+        with _torch.no_torch_function():
+            assert torch.ones(1).device.type == "cpu"
+
+
+def test_containers_known_to_torch_are_taken_apart_and_rebuilt():
+    children, rebuild = _torch.tree_children({"a": 1, "b": 2})
+    assert (children, rebuild([3, 4])) == ([1, 2], {"a": 3, "b": 4})
+    found = torch.ones(2, 2).max(0)
+    children, rebuild = _torch.tree_children(found)
+    assert len(children) == 2
+    assert type(rebuild(children)) is type(found)
+    assert _torch.tree_children(object()) is None
+
+
+def test_losses_of_torch_have_a_class_in_common():
+    assert _torch.is_loss(nn.CrossEntropyLoss())
+    assert _torch.is_loss(nn.MSELoss())
+    assert not _torch.is_loss(nn.Linear(1, 1))

@@ -13,7 +13,7 @@ until `verifying` has shown that the forward comes out the same whether they run
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from epl.graph.record import hooks
 from epl.graph.record.chance import PythonStreams, torch_streams_kept
 from epl.graph.record.fakes import FakeModel
 from epl.graph.record.memo import Memo
-from epl.graph.record.objects import dump, without_caches
+from epl.graph.record.objects import dump, put_back, without_caches
 from epl.graph.record.tree import leaves_of, skeleton
 from epl.graph.spec import Spec
 
@@ -109,7 +109,7 @@ class Leaves:
         if known is not None:
             return known[0]
         versions = [_torch.version_of(t) for t in inputs]
-        result = original(module, *args, **kwargs) if part else self._run(module, original, args, kwargs)
+        result = original(module, *args, **kwargs) if part else self._run(module, original, args, kwargs, things)
         if not part:
             result = without_caches(result, things)
         unchanged = [_torch.version_of(t) for t in inputs] == versions
@@ -117,16 +117,19 @@ class Leaves:
             self.memo.keep(call, result, things)
         return result
 
-    def _run(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, things: Sequence[Any]
+    ) -> Any:
         number = self.memo.number(module)
-        streams = PythonStreams()
+        streams, before = PythonStreams(), [dump(thing) for thing in things]
+        hooked = any(map(hooks.has_hooks, module.modules()))
         try:
             if number is None or number not in self._needs_numbers:
-                with contextlib.suppress(Exception), _torch.fake_failures_unsaid():
-                    return original(module, *args, **kwargs)
-                if any(map(hooks.has_hooks, module.modules())):
-                    with contextlib.suppress(Exception), _torch.fake_failures_unsaid(), hooks.left_out(module):
+                for left_out in (contextlib.nullcontext(), *([hooks.left_out(module)] * hooked)):
+                    with contextlib.suppress(Exception), _torch.fake_failures_unsaid(), left_out:
                         return original(module, *args, **kwargs)
+                    for thing, state in zip(things, before, strict=True):
+                        put_back(thing, *state)
             result = self._for_real(module, original, args, kwargs)
         finally:
             streams.restore()  # the module will draw when it runs

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from epl.cluster.pickling import FAILURES, dump_around_tensors
+from epl.cluster.pickling import FAILURES, dump_around_tensors, load_around_tensors
 from epl.errors import RecordingError
 from epl.graph.record import steps
 from epl.graph.record.standin import StaysOnStages
@@ -85,6 +85,14 @@ def dump(thing: Any) -> tuple[bytes, list[torch.Tensor]]:
             f"a {type(thing).__name__} is handed on at {user_line()} that cannot be copied ({error}): every stage and micro "
             "batch needs one of its own. Hand on tensors, numbers, containers of them, or objects that can be pickled"
         ) from error
+
+
+def put_back(thing: Any, data: bytes, tensors: Sequence[torch.Tensor]) -> None:
+    """Give an object the state it had when it was dumped."""
+    if hasattr(thing, "__dict__"):
+        state = vars(load_around_tensors(data, tensors))
+        vars(thing).clear()
+        vars(thing).update(state)
 
 
 def is_cache(thing: Any) -> bool:

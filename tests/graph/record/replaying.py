@@ -14,6 +14,8 @@ from epl.graph.record import MIXED, RecordedCall, Recordings
 from epl.graph.record.standin import StaysOnStages
 from epl.graph.record.tree import leaves_of
 
+CONTAINERS = (list, dict, set)
+
 
 def owners(model: nn.Module, stages: dict[str, list[str]]):
     """`taskgraph_of` for stages given as lists of module paths."""
@@ -44,7 +46,9 @@ def snapshot(model: nn.Module) -> list[Any]:
     for module in model.modules():
         state = dict(module.__dict__)
         tensors = {**state.pop("_parameters"), **state.pop("_buffers")}
-        states.append({name: copy.copy(value) for name, value in state.items()})
+        states.append(
+            {name: copy.copy(value) if isinstance(value, CONTAINERS) else value for name, value in state.items()}
+        )
         states.append(
             {
                 name: None if t is None else (id(t), t._version, t.detach().clone(), t.grad)
