@@ -150,7 +150,7 @@ def _exchange(
     for rank, number, part in places:
         offsets[rank, number, part] = sizes[rank]
         sizes[rank] += -(-_nbytes(ranks[rank].objects[number].parts[part]) // _ALIGN) * _ALIGN
-    everyone = torch.empty(len(ranks), max(sizes), dtype=torch.uint8, device=job.device)
+    everyone = torch.empty(len(ranks), max(_ALIGN, *sizes), dtype=torch.uint8, device=job.device)
 
     def room(place: tuple[int, int, int]) -> torch.Tensor:
         form = ranks[place[0]].objects[place[1]].parts[place[2]]

@@ -357,3 +357,18 @@ def test_what_is_added_in_some_micro_batches_only_is_refused():
     model(torch.arange(4.0).view(4, 1)).sum().backward()
     with pytest.raises(UsageError, match="2 of 4 rows"):
         epl.get_collection(K.LOCAL_SUM_OBJECTS)
+
+
+def _empty_ones():
+    epl.init(epl.Config({"communication.timeout": 20}))
+    rank = epl.Env.get().cluster.rank
+    epl.add_to_collection(torch.empty(0, 2), K.GLOBAL_CONCAT_OBJECTS)
+    before = [v.shape for v in epl.get_collection(K.GLOBAL_CONCAT_OBJECTS)]
+    epl.add_to_collection(torch.full((rank, 2), rank, dtype=torch.float16), K.GLOBAL_CONCAT_OBJECTS)
+    return before, [v.tolist() for v in epl.get_collection(K.GLOBAL_CONCAT_OBJECTS)]
+
+
+def test_empty_tensors():
+    for before, after in run_ranks(_empty_ones, 3):
+        assert before == [(0, 2)]
+        assert after == [[], [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]]
