@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -41,13 +43,13 @@ class ChainStage:
         self.micro_batches: Sequence[tuple[object, ...]] = ()
         self.rows: Sequence[tuple[int, int]] = ()
         """Of every micro batch: where they begin and end in the batch."""
-        self.collecting: CollectingCall
+        self.collecting: CollectingCall | None = None
+        """Who keeps what the function adds to a collection, if anybody does."""
         self.results: dict[int, object] | None = None
         """In an evaluation, by micro batch what the last stage returned."""
 
     def forward(self, received: Mapping[int, object], micro_batch: int) -> tuple[Mapping[int, object], object]:
-        start, stop = self.rows[micro_batch]
-        with self.collecting.micro_batch(self._index, start, stop - start):
+        with self._noted(micro_batch):
             result = self.function(received.get(self._index - 1), *self.micro_batches[micro_batch])
         if not self._last:
             return {self._index + 1: result}, None
@@ -59,6 +61,12 @@ class ChainStage:
                 f"the last stage (stage {self._index}) must return the loss of the micro batch, found None"
             )
         return {}, result
+
+    def _noted(self, micro_batch: int) -> AbstractContextManager[None]:
+        if self.collecting is None:
+            return contextlib.nullcontext()
+        start, stop = self.rows[micro_batch]
+        return self.collecting.micro_batch(self._index, start, stop - start)
 
 
 class Pipeline:
