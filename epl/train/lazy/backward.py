@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from epl.train.lazy.node import Node, foreign, reached_by_gradient, topological
+from epl.train.lazy.meeting import carriers_of
+from epl.train.lazy.node import Node, foreign, output_of, reached_by_gradient, topological
 from epl.train.lazy.outer import leaves_behind, outer_tensors, pack, packed_specs, unpack, without_hooks
 from epl.train.lazy.program import depends_on
 from epl.train.lazy.terms import Terms, differentiate_at_owners
@@ -31,10 +32,12 @@ class Pass:
     """Where the gradients of one pass arrive."""
 
     def __init__(self, carriers: Sequence[Carrier], *, wanted: Sequence[torch.Tensor] | None, retain: bool) -> None:
-        """`wanted`: real tensors outside the models whose gradients are only asked for (autograd.grad); None: into `.grad`."""
+        """`carriers`: of all models in the loss. `wanted`: real tensors outside them whose gradients are only asked for
+        (autograd.grad); None: into `.grad`."""
         self.carriers, self.retain = carriers, retain
         self.asked = False
         """Whether home needs other ranks' parameters."""
+        self._reached: list[Carrier] = []
         self.home = carriers[0]
         self.aside = wanted is not None
         self.targets: list[torch.Tensor] = list(wanted or ())
@@ -47,13 +50,18 @@ class Pass:
 
     def begin(self) -> None:
         """Before the first call is differentiated."""
-        for carrier in self.carriers:
+        for carrier in self._at_work():
             carrier.begin_backward(self.aside)
+
+    def _at_work(self) -> Sequence[Carrier]:
+        """Those whose parameters get gradients, as all ranks see it: a teacher's do not, unless it may be in a term."""
+        return self.carriers if self.asked else self._reached
 
     def look_behind(self, nodes: Sequence[Node]) -> None:
         """Note the outer tensors that the loop's code under these nodes uses, in an order that all ranks share."""
         reached = reached_by_gradient(nodes)
         order = [n for n in topological(nodes, lambda n: n not in reached) if n in reached]
+        self._reached = carriers_of(n for n in order if n.func is output_of)
         leaves = leaves_behind(outer_tensors(order))
         cut = {id(p) for c in self.carriers for p in c.parameters.values()} if leaves else set()
         for leaf in leaves:
@@ -144,12 +152,14 @@ class Pass:
             self._send_terms_back(extra)
         targets = self._share_targets()
         own: dict[nn.Parameter, torch.Tensor] = {}
-        for carrier in self.carriers:
+        for carrier in self._at_work():
             mine = {id(p) for p in carrier.parameters.values()} if extra else set()
-            own |= carrier.end_backward({p: g for p, g in extra.items() if id(p) in mine})
-        if not self.aside:
+            own |= carrier.end_backward({p: extra.pop(p) for p in list(extra) if id(p) in mine})
+        if self.aside:
+            own |= extra
+        else:
             pairs = [(t, g) for t, g in zip(self.targets, targets, strict=True) if g is not None]
-            pairs += self._inputs
+            pairs += [*self._inputs, *extra.items()]
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], retain_graph=self.retain)
         return targets, own

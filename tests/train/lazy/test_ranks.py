@@ -270,3 +270,44 @@ def test_outer_leaves_get_their_gradients_on_every_rank_and_hooks_run_once():
         torch.testing.assert_close(table.to_dense(), embedding.weight.grad.to_dense())
         assert unused is None
         assert times == 1
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["scheduled", "whole batch"])
+def test_a_term_over_several_steps(whole):
+    """Another rank's parameter is one node for ever: a backward must not use it up."""
+
+    def steps(net, M):
+        optimizer, losses = torch.optim.SGD(net.parameters(), 0.1), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(M(X), Y) + 1e-2 * sum(p.pow(2).sum() for p in net.parameters())
+            loss = loss.sqrt() if whole else loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def loop(rank, wrap):
+        net = model()
+        return steps(net, wrap(net))
+
+    net = model()
+    expected = steps(net, net)
+    for found in on_ranks(loop):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_teacher_takes_no_part_in_the_backward():
+    """Nothing of it is differentiated: its gradients must not be handed over, or reduced over replicas, either."""
+    ended = []
+
+    def loop(rank, wrap):
+        M, T = wrap(model()), wrap(model())
+        T.carrier.end_backward = lambda extra: ended.append(rank)
+        loss = F.mse_loss(M(X), T(X * 2).detach())
+        loss.backward()
+        return T.carrier.events
+
+    for events in on_ranks(loop):
+        assert "forward" in events
+    assert ended == []
