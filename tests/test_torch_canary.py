@@ -317,3 +317,12 @@ def test_losses_of_torch_have_a_class_in_common():
     assert _torch.is_loss(nn.CrossEntropyLoss())
     assert _torch.is_loss(nn.MSELoss())
     assert not _torch.is_loss(nn.Linear(1, 1))
+
+
+def test_operations_are_watched_below_modules_and_modes():
+    seen = []
+    with _torch.fake_mode():
+        x, layer = torch.ones(2, 2), nn.Linear(2, 2)
+        with _torch.OperationWatch(lambda operation, args: seen.extend(args)), _torch.no_torch_function():
+            layer(x)
+    assert any(each is x for each in seen)

@@ -56,6 +56,8 @@ class Leaves:
         """Whether that is being found out: only such modules are not run."""
         self.saw_objects = False
         """Whether a module was given an object."""
+        self.readers: dict[str, set[str]] = {}
+        """By the names of modules: those whose traces in an object they were seen to use."""
         self.memo = Memo(self.fresh)
         self._model, self._mode = model, mode
         self._anchor: torch.Tensor | None = None
@@ -125,8 +127,9 @@ class Leaves:
         hooked = any(map(hooks.has_hooks, module.modules()))
         try:
             if number is None or number not in self._needs_numbers:
-                for left_out in (contextlib.nullcontext(), *([hooks.left_out(module)] * hooked)):
-                    with contextlib.suppress(Exception), _torch.fake_failures_unsaid(), left_out:
+                for without_hooks in (False, True)[: 1 + hooked]:
+                    hooks_out = hooks.left_out(module) if without_hooks else contextlib.nullcontext()
+                    with contextlib.suppress(Exception), _torch.fake_failures_unsaid(), hooks_out:
                         return original(module, *args, **kwargs)
                     for thing, state in zip(things, before, strict=True):
                         put_back(thing, *state)

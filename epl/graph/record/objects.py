@@ -2,7 +2,8 @@
 
 An object without tensors of this forward is written down as a node that makes it afresh from its pickle; whoever is given
 the same object later refers to the same node, even though a module has filled it meanwhile: at run time the module fills it
-again. An object around tensors is written down as a node that rebuilds it around theirs.
+again. A module that uses what an earlier one has put into the object depends on that one, and has to be on the same stage.
+An object around tensors is written down as a node that rebuilds it around theirs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Objects:
         self._model = model
         self._write = write
         self._known: dict[int, _Known] = {}
+        self._fillers: dict[int, tuple[torch.Tensor, fx.Node]] = {}
 
     def is_known(self, thing: Any) -> bool:
         """Whether a module was given this object."""
@@ -66,11 +68,27 @@ class Objects:
         self._known[id(thing)] = _Known(thing, node, state)
         return node
 
-    def module_returned(self) -> None:
+    def fillers(self, things: Sequence[Any]) -> dict[int, fx.Node]:
+        """By the ids of the tensors that these objects hold now: the module that put them there."""
+        tensors = (t for thing in things if id(thing) in self._known for t in dump(thing)[1])
+        return {id(t): self._fillers[id(t)][1] for t in tensors if id(t) in self._fillers}
+
+    def module_returned(self, node: fx.Node) -> None:
         """Note what the module that just ran has done to its objects."""
         for known in self._known.values():
             data, tensors = dump(known.thing)
             known.state = (data, tuple(map(id, tensors)))
+            for tensor in tensors:
+                self._fillers.setdefault(id(tensor), (tensor, node))
+
+    def after(self, reader: fx.Node, filler: fx.Node) -> None:
+        """Write down that `reader` uses what `filler` has put into an object that both were given."""
+        for thing in [each for each in reader.all_input_nodes if each in filler.all_input_nodes]:
+            if any(known.node is thing for known in self._known.values()):
+                with reader.graph.inserting_before(reader):
+                    filled = self._write(steps.changed, (thing, filler))
+                filled.meta["taskgraph"] = filler.meta["taskgraph"]
+                reader.replace_input_with(thing, filled)
 
     def _is_owned(self, thing: Any) -> bool:
         return any(value is thing for module in self._model.modules() for value in module.__dict__.values())

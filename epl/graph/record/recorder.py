@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -25,7 +25,7 @@ from epl.graph.record.chance import is_random
 from epl.graph.record.draws import Draws
 from epl.graph.record.foresight import Foreseen, Foresight
 from epl.graph.record.leaf import Leaves, Stamp
-from epl.graph.record.tree import children_of, skeleton, tensors_of
+from epl.graph.record.tree import children_of, leaves_of, skeleton, tensors_of
 from epl.graph.record.where import inside_checkpoint, user_line
 from epl.graph.record.writer import Writer
 
@@ -190,12 +190,13 @@ class Recorder(TorchFunctionMode):
 
     def _fakes(self, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], Any, Any]:
         """The tensors among the arguments, and the arguments with fakes in the place of real constants."""
-        inputs = tensors_of((args, kwargs))
+        whole = self.writer.objects.is_known
+        inputs = tensors_of((args, kwargs), whole)
         if all(map(_torch.is_fake, inputs)):
             return inputs, args, kwargs
-        leaves, fill = skeleton((args, kwargs))
+        leaves, fill = skeleton((args, kwargs), whole)
         args, kwargs = fill([self.writer.fake_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-        return tensors_of((args, kwargs)), args, kwargs
+        return tensors_of((args, kwargs), whole), args, kwargs
 
     # ---- modules -----------------------------------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class Recorder(TorchFunctionMode):
         node.meta["taskgraph"] = self.taskgraph_of(module) or node.meta["taskgraph"]
         node.meta["checkpoint"] = inside_checkpoint()
         versions = [_torch.version_of(t) for t in inputs]
-        with self._not_listening():
+        with self._not_listening(), self._uses_seen(node, (args, kwargs)):
             self.inside = module
             result = self._leaves.run(module, original, args, kwargs, self.writer.objects.is_known)
             self.inside = None
@@ -223,10 +224,26 @@ class Recorder(TorchFunctionMode):
         if any(len(each) != size for each, size in given):
             self.refuse(f"the module {path} changes a list or dict that it is given, which another stage would not see")
         self.writer.result(node, result, inputs, versions)
-        self.writer.objects.module_returned()
+        self.writer.objects.module_returned(node)
         self._count += 1
         self.tell(self._count)
         return result
+
+    @contextlib.contextmanager
+    def _uses_seen(self, node: fx.Node, arguments: Any) -> Iterator[None]:
+        """Inside runs a module; if it uses what an earlier one has put into an object, that is written down."""
+        objects = self.writer.objects
+        things = [leaf for leaf in leaves_of(arguments, objects.is_known) if not isinstance(leaf, torch.Tensor)]
+        fillers, used = objects.fillers(things), self._leaves.readers.setdefault(str(node.target), set())
+
+        def see(operation: Any, operands: Any) -> None:
+            used.update(str(fillers[id(t)].target) for t in tensors_of(operands) if id(t) in fillers)
+
+        with _torch.OperationWatch(see) if fillers else contextlib.nullcontext():
+            yield
+        for filler in dict.fromkeys(fillers.values()):
+            if str(filler.target) in used:
+                objects.after(node, filler)
 
     def _own(self, result: Any, inputs: list[torch.Tensor], versions: list[int]) -> Any:
         """The result, with tensors of its own where the module returns one that it was given, unchanged: what it returns

@@ -94,11 +94,11 @@ def leaves_of(tree: Any, whole: Callable[[Any], bool] = _never) -> Iterator[Any]
         yield tree
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any, whole: Callable[[Any], bool] = _never) -> list[torch.Tensor]:
     """Every tensor of a tree, in order; those inside objects are not among them."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves_of(tree, whole) if isinstance(leaf, torch.Tensor)]
 
 
 def objects_of(tree: Any) -> list[Any]:

@@ -8,6 +8,7 @@ import torch
 from epl.errors import RecordingError
 from epl.graph.record import Recordings
 from epl.graph.record.standin import StaysOnStages
+from epl.graph.record.steps import changed
 from tests.graph.record.replaying import assert_same, check, in_parts, owners, recordings_of, run
 
 hf = pytest.importorskip("transformers")
@@ -73,6 +74,7 @@ def test_causal_models_with_their_loss_and_cache(make, training):
     assert call.batch_dim(call.frontier[0]) == 0
     cache = in_parts(call, call.input_tensors((ids,), {"labels": ids, "attention_mask": padding(4, 6)})).past_key_values
     assert isinstance(cache, StaysOnStages)
+    assert not any(node.target is changed for node in call.whole.nodes), "every layer uses its own part of the cache"
     with pytest.raises(RecordingError, match="use_cache=False"):
         cache.get_seq_length()
 

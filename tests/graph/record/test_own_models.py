@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from epl.errors import RecordingError
 from epl.graph.record import Recordings
+from epl.graph.record.steps import changed
 from tests.graph.record.replaying import check, children_apart, in_parts, recordings_of
 
 WIDTH = 6
@@ -421,6 +422,9 @@ def test_an_object_that_modules_fill_is_made_afresh_and_stays_where_it_is():
     for _ in range(2):  # afresh each time
         made, state = in_parts(call, [x])
         assert torch.equal(made, model(x)[0])
+    first, second = [node for node in call.whole.nodes if node.op == "call_module"]
+    (filled,) = [node for node in second.all_input_nodes if node.target is changed]
+    assert filled.args[1] is first, "the second uses what the first has left there"
     for use in (lambda: state.seen, lambda: bool(state), lambda: list(state), lambda: state()):
         with pytest.raises(RecordingError, match="State among the model's outputs"):
             use()
