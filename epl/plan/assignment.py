@@ -18,11 +18,12 @@ class Assignment:
         order: Sequence[str] | None,
         held: Mapping[str, Sequence[int]],
         home: frozenset[int],
+        ran: Mapping[str, int],
     ) -> None:
-        """`owners`: the TaskGraph of every parameter. `order` and `held` (where parameters and buffers are) are known
-        when the model has been placed already. `home`: what the last stage wants."""
+        """`owners`: the TaskGraph of every parameter. `home`: what the last stage wants. `order`, `held` (where parameters
+        and buffers are) and `ran` (where modules ran) are known when the model has been placed already."""
         self.nodes = {node.index: node for node in nodes}
-        self.owners, self.home, self._held = owners, home, held
+        self.owners, self.home, self._held, self._ran = owners, home, held, ran
         self.memory = Memory(nodes)
         self.needs: dict[int, tuple[int, ...]] = {}
         self._users: dict[int, list[int]] = {node.index: [] for node in nodes}
@@ -140,6 +141,8 @@ class Assignment:
         for index in reversed(self.nodes):
             if index not in wanted and self._is_staged(index):
                 consumers = [wanted[each] for each in self._users[index] if each in wanted]
+                if self.nodes[index].kind == "leaf" and self.nodes[index].name in self._ran:
+                    consumers = [self._ran[self.nodes[index].name]]  # its consumer may be one that this call leaves out
                 if consumers:
                     producers = [reason[each] for each in self.needs[index] if each in reason]
                     wanted[index] = max([min(consumers), *producers])

@@ -42,6 +42,8 @@ class StageCut:
     """Every parameter and the stages that hold it: several, if it is tied."""
     buffers: Mapping[str, tuple[int, ...]] = field(repr=False)
     """Every buffer that something uses, and the stages that use it."""
+    leaves: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """The modules that run in one stage only, and that stage."""
 
     @property
     def num_stages(self) -> int:
@@ -71,13 +73,14 @@ def cut_stages(
 
     `taskgraphs` are those the model has, `parameters` all its parameters with their TaskGraphs. `home` are the nodes whose
     values the last stage wants beside what it computes itself. `earlier` is the cut by which the model was placed, for
-    another recording of it: its order stands, and parameters stay where they are. `num_devices`, if it is smaller than the
+    another recording of it: its order stands, parameters and modules stay where they are. `num_devices`, if it is smaller than the
     number of stages, is what these go round.
     """
     assert all(before.index < after.index for before, after in pairwise(nodes)), "nodes come in order of execution"
     placed = {**earlier.buffers, **earlier.holders} if earlier is not None else {}
     order = earlier.order if earlier is not None else None
-    assignment = Assignment(nodes, parameters, order, placed, frozenset(home))
+    ran = earlier.leaves if earlier is not None else {}
+    assignment = Assignment(nodes, parameters, order, placed, frozenset(home), ran)
     problems = [] if earlier is not None else never_executed(assignment, taskgraphs)
     if not assignment.order:
         raise PlanError(list_problems("no stage can be made", problems or ["the forward executes no TaskGraph"]))
@@ -90,7 +93,9 @@ def cut_stages(
     ]
     if problems:
         raise PlanError(list_problems("the TaskGraphs cannot be stages of a pipeline", problems))
-    return StageCut(assignment.order, assignment.stages, _edges(assignment), holders, buffers)
+    return StageCut(
+        assignment.order, assignment.stages, _edges(assignment), holders, buffers, {**ran, **_leaves(assignment)}
+    )
 
 
 def _edges(assignment: Assignment) -> dict[Edge, tuple[int, ...]]:
@@ -114,6 +119,12 @@ def _buffers(assignment: Assignment) -> dict[str, tuple[int, ...]]:
     return _by_name(
         (name, assignment.stages[node.index]) for node in assignment.nodes.values() for name in node.buffers
     )
+
+
+def _leaves(assignment: Assignment) -> dict[str, int]:
+    leaves = (node for node in assignment.nodes.values() if node.kind == "leaf")
+    found = _by_name((node.name, assignment.stages[node.index]) for node in leaves)
+    return {name: stages[0] for name, stages in found.items() if len(stages) == 1}
 
 
 def _by_name(found: Iterable[tuple[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:

@@ -525,6 +525,21 @@ def test_another_recording_keeps_order_and_places() -> None:
     assert second.holders == first.holders
 
 
+def test_another_recording_that_leaves_out_a_consumer_keeps_modules_where_they_ran() -> None:
+    p = Program()  # layer drop: `table` is tied with the head of s1, and feeds the first layer of s0
+    table = p.leaf("table", p.leaf("a", p.input(), tg="s0"), weights=("tied",))
+    norm = p.leaf("norm", table)
+    b = p.leaf("b", p.leaf("layer", norm, tg="s0"), tg="s1")
+    first = p.cut(p.leaf("head", b, tg="s1", weights=("tied",)))
+    assert first.holders["tied"] == (0, 1)
+    q = Program()
+    q.owners = p.owners
+    table = q.leaf("table", q.leaf("a", q.input(), tg="s0"), weights=("tied",))
+    norm = q.leaf("norm", table)
+    second = q.cut(q.leaf("head", q.leaf("b", norm, tg="s1"), tg="s1", weights=("tied",)), earlier=first)
+    assert second.stages[table] == second.stages[norm] == (0,)
+
+
 def test_another_recording_that_uses_a_parameter_elsewhere_is_refused() -> None:
     p = Program()
     a = p.leaf("a", p.input(), tg="s0")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch import nn
 
+from epl.errors import RecordingError
 from epl.graph.record import RecordedCall, Recordings
 from epl.plan.stages import StageCut
 from epl.train.cut.call import ModelCall
@@ -24,11 +27,11 @@ class Placer(Protocol):
     widths: tuple[int, ...]
     """Over how many ranks each stage divides a micro batch."""
 
-    def place(self, recorded: RecordedCall) -> tuple[StageCut, StageCarrier]:
-        """The cut of the first recorded call, and what runs calls from now on; all ranks call it together."""
+    def place(self, recorded: RecordedCall) -> StageCarrier:
+        """What runs calls from now on, placed by the first recorded one; all ranks call it together."""
 
     def cut(self, recorded: RecordedCall) -> StageCut:
-        """The cut of another recording of the placed model."""
+        """The cut of a recording of the placed model."""
 
     def whole_state(self) -> WholeState | None:
         """How the whole state is gathered and loaded; None where every rank has all of it."""
@@ -68,9 +71,9 @@ class CutModel:
         self._calls += 1
         self._recording = True  # the layout may want the forward at one more size
         try:
-            recorded = self._recordings.of(
-                args, kwargs, self._num_micro_batch, draw_seed=self._calls, widths=self._placer.widths
-            )
+            recorded = self._record(args, kwargs)
+            if self.carrier is None:
+                self._place(recorded, args, kwargs)
             layout = self._layout(recorded)
         finally:
             self._recording = False
@@ -91,16 +94,43 @@ class CutModel:
             run_forward(call)  # now: batch norm may learn, and hooks may look on
         return recorded.finish(tensors, [LazyTensor(node) for node in call.nodes])
 
+    def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
+        return self._recordings.of(
+            args, kwargs, self._num_micro_batch, draw_seed=self._calls, widths=self._placer.widths
+        )
+
+    def _place(self, recorded: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Once: by this call, or by one that leaves nothing out, if it is drawn by lot what runs (layer drop)."""
+        if recorded.given and self.model.training:
+            with contextlib.suppress(RecordingError), _evaluating(self.model):
+                everything = self._record(args, kwargs)
+                recorded = max(recorded, everything, key=_count_leaves)
+        self.carrier = self._placer.place(recorded)
+
     def _layout(self, recorded: RecordedCall) -> CallLayout:
         layout = self._layouts.pop(recorded, None)
         if layout is None:
-            if self.carrier is None:
-                cut, self.carrier = self._placer.place(recorded)
-            else:
-                cut = self._placer.cut(recorded)
+            assert self.carrier is not None
             place = self.carrier.place
-            layout = CallLayout(recorded, cut, place.stages, place.home_stage)
+            layout = CallLayout(recorded, self._placer.cut(recorded), place.stages, place.home_stage)
         self._layouts[recorded] = layout
         while len(self._layouts) > _LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
         return layout
+
+
+def _count_leaves(recorded: RecordedCall) -> int:
+    return sum(node.op == "call_module" for node in recorded.whole.nodes)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, every module of the model is in evaluation mode."""
+    flags = [(module, module.training) for module in model.modules()]
+    for module, _ in flags:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

@@ -41,12 +41,12 @@ class OneStage:
         self._job, self._model, self._reducers = job, model, reducers
         self.widths: tuple[int, ...] = (1,)
 
-    def place(self, recorded: RecordedCall) -> tuple[StageCut, StageCarrier]:
+    def place(self, recorded: RecordedCall) -> StageCarrier:
         peers = RankPeers(self._job, [[rank] for rank in range(self._job.world_size)], home=0)
         parameters = dict(self._model.named_parameters())
         gradients = PartGradients(list(parameters.values()), (0,), self._reducers, None)
         place = StagePlace(Lanes(((0,),), 0), 1, 1, 0, "PreferBackward")
-        return self.cut(recorded), StageCarrier(place, peers, NoTransport(self._job.device), parameters, gradients)
+        return StageCarrier(place, peers, NoTransport(self._job.device), parameters, gradients)
 
     def cut(self, recorded: RecordedCall) -> StageCut:
         count = len(recorded.by_size[recorded.rows].graph.nodes)
@@ -71,7 +71,7 @@ class Staged:
     def cut(self, recorded: RecordedCall) -> StageCut:
         return self._source.cut(recorded, self._replicas.plan, self._placed)
 
-    def place(self, recorded: RecordedCall) -> tuple[StageCut, StageCarrier]:
+    def place(self, recorded: RecordedCall) -> StageCarrier:
         cut = self.cut(recorded)
         self._job.check_same(
             "the stages of the model",
@@ -106,7 +106,7 @@ class Staged:
             f"({bytes_here / 1e6:.1f} MB) are on rank {self._job.rank}"
         )
         self._carrier = carrier
-        return cut, carrier
+        return carrier
 
     def whole_state(self) -> WholeState:
         """Every parameter and every buffer in use is taken from the first rank of the first stage that has it."""

@@ -131,7 +131,7 @@ class MemoryPlacer:
             earlier=self._placed,
         )
 
-    def place(self, recorded: RecordedCall) -> tuple[StageCut, StageCarrier]:
+    def place(self, recorded: RecordedCall) -> StageCarrier:
         network, rank = self._network, self._rank
         self._placed = cut = self.cut(recorded)
         said = network.meet(rank, (cut.order, sorted(cut.edges.items()), cut.holders))
@@ -146,7 +146,7 @@ class MemoryPlacer:
                 become_foreign(parameter, self._first + cut.holders[name][0], name)
         gradients = PartGradients(own, place.model_stages, [], None)
         peers = MemoryPeers(network, rank, home=network.devices - 1)
-        return cut, StageCarrier(place, peers, network.transport(rank), parameters, gradients)
+        return StageCarrier(place, peers, network.transport(rank), parameters, gradients)
 
     def whole_state(self) -> None:
         """Nobody asks for it here."""
