@@ -13,6 +13,8 @@ from epl.cluster.communication import Job, speaking
 from epl.data import active_share
 from epl.env import Env
 from epl.errors import UsageError
+from epl.train.lazy import LazyTensor, node_of
+from epl.train.lazy.read import read
 from epl.train.replicas import Replicas
 
 
@@ -104,6 +106,8 @@ def _prepare(value: torch.Tensor | float, what: str) -> tuple[torch.Tensor, Job 
     if not isinstance(value, torch.Tensor):
         value = torch.tensor(value, device=env.cluster.device)
     job = env.job(what)
+    if isinstance(value, LazyTensor):
+        value = read([node_of(value)], what)[0]
     return value.detach(), job if job.world_size > 1 else None
 
 

@@ -188,7 +188,7 @@ def _on_like(func: Function, args: Args, kwargs: Named) -> Any:
     if not isinstance(args[0], LAZY):  # zeros.new_full(size, lazy)
         return run_on_numbers(func, args, kwargs)
     spec = node_of(args[0]).spec
-    stand_in = torch.empty(1, dtype=spec.dtype, device=spec.device).expand(spec.shape)
+    stand_in = torch.empty((1,) * len(spec.shape), dtype=spec.dtype, device=spec.device).expand(spec.shape)
     if leaves_of((args[1:], kwargs), LAZY):
         return run_on_numbers(func, (stand_in, *args[1:]), kwargs)
     if name_of(func).endswith("_like"):
