@@ -89,8 +89,3 @@ def is_packing(node: fx.Node) -> bool:
 def is_drawn(node: fx.Node) -> bool:
     """Whether it stands for a number that is drawn anew for every call."""
     return node.op == "call_function" and node.target is drawn
-
-
-def is_fresh(node: fx.Node) -> bool:
-    """Whether it makes an object afresh, such as an empty key-value cache."""
-    return node.op == "call_function" and node.target is make_afresh
