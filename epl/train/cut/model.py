@@ -11,6 +11,7 @@ from torch import nn
 
 from epl.errors import RecordingError
 from epl.graph.record import RecordedCall, Recordings
+from epl.parallel.growth import growth
 from epl.plan.stages import StageCut
 from epl.train.cut.call import ModelCall
 from epl.train.cut.carrier import StageCarrier
@@ -46,6 +47,9 @@ class CutModel:
         self.carrier: StageCarrier | None = None
         self._layouts: dict[RecordedCall, CallLayout] = {}
         self._calls = 0
+        self._known_inside: tuple[list[nn.Module], list[nn.Parameter]] = ([], [])
+        self._inside_as_of = -1
+        growth.watch()
         self._instance_forward = model.__dict__.get("forward")
         own_forward = model.forward
         self._recording = False
@@ -58,6 +62,7 @@ class CutModel:
 
     def close(self) -> None:
         """The model runs as it is again."""
+        growth.unwatch()
         del self.model.forward
         if self._instance_forward is not None:
             self.model.forward = self._instance_forward
@@ -84,8 +89,7 @@ class CutModel:
             carrier,
             layout,
             [node_of(t) if isinstance(t, LazyTensor) else t for t in tensors],
-            list(self.model.modules()),
-            [p for p in self.model.parameters() if not isinstance(p, ForeignParameter)],
+            *self._inside(),
             recorded.given,
         )
         carrier.rows = call.rows
@@ -93,6 +97,14 @@ class CutModel:
         if not call.context.grad:
             run_forward(call)  # now: batch norm may learn, and hooks may look on
         return recorded.finish(tensors, [LazyTensor(node) for node in call.nodes])
+
+    def _inside(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
+        """The modules of the model, and those of its parameters that are here; looked up anew when some were added."""
+        if self._inside_as_of != growth.count:
+            parameters = [p for p in self.model.parameters() if not isinstance(p, ForeignParameter)]
+            self._known_inside = (list(self.model.modules()), parameters)
+            self._inside_as_of = growth.count
+        return self._known_inside
 
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
         return self._recordings.of(
@@ -106,6 +118,7 @@ class CutModel:
                 everything = self._record(args, kwargs)
                 recorded = max(recorded, everything, key=_count_leaves)
         self.carrier = self._placer.place(recorded)
+        self._inside_as_of = -1  # some parameters are elsewhere now
 
     def _layout(self, recorded: RecordedCall) -> CallLayout:
         layout = self._layouts.pop(recorded, None)
