@@ -88,6 +88,24 @@ def clipping_seams() -> tuple[CellType, CellType]:
     return norm[0], value[0]
 
 
+Unscale = Callable[..., dict[torch.device, torch.Tensor]]
+
+
+def replace_unscaling(make: Callable[[Unscale], Unscale]) -> Callable[[], None]:
+    """`GradScaler` now unscales gradients by `make(its own way)`; the undo.
+
+    It takes the scaler, the optimizer and more, and returns for each device whether a gradient was not finite. Both
+    `unscale_` and `step` come through it, and no hook is there.
+    """
+    scaler, original = torch.amp.GradScaler, torch.amp.GradScaler._unscale_grads_
+    scaler._unscale_grads_ = make(original)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        scaler._unscale_grads_ = original  # type: ignore[method-assign]
+
+    return undo
+
+
 def no_tensor_subclass() -> AbstractContextManager[None]:
     """Inside, torch functions run without asking tensor subclasses (`__torch_function__`): for our own code about lazy values.
 

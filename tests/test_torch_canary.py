@@ -326,3 +326,31 @@ def test_operations_are_watched_below_modules_and_modes():
         with _torch.OperationWatch(lambda operation, args: seen.extend(args)), _torch.no_torch_function():
             layer(x)
     assert any(each is x for each in seen)
+
+
+def test_a_scaler_unscales_by_what_replaces_its_own_way():
+    p, seen = nn.Parameter(torch.ones(1)), []
+    optimizer, scaler = torch.optim.SGD([p], 1.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def make(original):
+        def unscale(own, held, *more):
+            seen.append(held)
+            found = original(own, held, *more)
+            assert [flag.item() for flag in found.values()] == [0.0]
+            return {device: torch.ones_like(flag) for device, flag in found.items()}
+
+        return unscale
+
+    undo = _torch.replace_unscaling(make)
+    try:
+        for explicitly in (True, False):
+            scaler.scale((p * 2).sum()).backward()
+            if explicitly:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        undo()
+    assert seen == [optimizer] * 2
+    assert p.item() == 1.0
+    assert scaler.get_scale() == 2.0

@@ -38,6 +38,7 @@ from epl.plan import Plan
 from epl.report.log import notice, warn
 from epl.train.arguments import Arguments
 from epl.train.policy import reduce_policy
+from epl.train.scaling import agree_on_unscaling
 from epl.train.weights import replica_factor, row_factor, within_replica
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class Replicas:
                 self._undo += [reducer.close for reducer in self.reducers]
             # Of every optimizer: one that is made later, and never given to parallelize, must not escape.
             self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
+            if plan.layout == "staged" or not env.config.communication.clip_after_allreduce:
+                self._undo.append(agree_on_unscaling(self._trains, self._any_rank))
         if plan.layout == "staged" or plan.settings.num_micro_batch > 1:
             from epl.train.cut.make import cut_model  # it needs this class in turn
 
@@ -303,6 +306,14 @@ class Replicas:
         for reducer in self.reducers:
             if reducer.policy.when == "step":
                 reducer.reduce()
+
+    def _trains(self, optimizer: Optimizer) -> bool:
+        """Whether any parameter of the model is in it: alike on every rank, wherever the parameters are."""
+        own = {id(p) for p in self.model.parameters()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def _any_rank(self, found: bool) -> bool:
+        return self._job.meet(self._title("torch.amp.GradScaler"), int(found)).wait().union > 0
 
     def _take_loader(self, loader: DataLoader[object]) -> None:
         own = self.plan.data_shares[self._job.rank]
