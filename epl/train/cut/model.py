@@ -50,22 +50,21 @@ class CutModel:
         self._known_inside: tuple[list[nn.Module], list[nn.Parameter]] = ([], [])
         self._inside_as_of = -1
         growth.watch()
-        self._instance_forward = model.__dict__.get("forward")
-        own_forward = model.forward
+        self.instance_forward = model.__dict__.get("forward")
+        self._own_forward = model.forward
         self._recording = False
-
-        @functools.wraps(own_forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return own_forward(*args, **kwargs) if self._recording else self._call(args, kwargs)
-
-        model.forward = forward
+        model.forward = _Forward(self)
 
     def close(self) -> None:
         """The model runs as it is again."""
         growth.unwatch()
         del self.model.forward
-        if self._instance_forward is not None:
-            self.model.forward = self._instance_forward
+        if self.instance_forward is not None:
+            self.model.forward = self.instance_forward
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What calling the model does."""
+        return self._own_forward(*args, **kwargs) if self._recording else self._call(args, kwargs)
 
     def whole_state(self) -> WholeState | None:
         """How the whole state is gathered and loaded, once the model is in parts."""
@@ -147,3 +146,22 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+class _Forward:
+    """Stands where the model's forward was. A copy of the model, or one that is saved and loaded, is a plain model again."""
+
+    def __init__(self, cut: CutModel) -> None:
+        self._cut = cut
+        functools.update_wrapper(self, cut.model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._cut.forward(args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = self._cut.instance_forward
+        return (_same, (own,)) if own is not None else (getattr, (self._cut.model, "forward"))
+
+
+def _same(forward: Any) -> Any:
+    return forward
