@@ -40,7 +40,7 @@ def test_public_names():
         "setup_process_groups",
         "split",
         "taskgraphs",
-    "unbatched",
+        "unbatched",
     ]
     for name in epl.__all__:
         assert getattr(epl, name).__doc__, f"{name} has no docstring"
