@@ -7,7 +7,6 @@ A snippet gets a `Script`, which is all that differs between the two runs, and r
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,9 +32,9 @@ def snippet(fn: Snippet) -> Snippet:
 class Script(Env):
     """One device, or one of the ranks that compute a model in stages; `ready` stands for epl's lines in a script."""
 
-    def __init__(self, rows: int, micro_batches: int, stages: int = 0) -> None:
+    def __init__(self, rows: int, micro_batches: int, stages: int = 0, seed: int = 3) -> None:
         self.stages = stages
-        super().__init__(rows, self.ready, micro_batches)
+        super().__init__(rows, self.ready, micro_batches, seed)
 
     @property
     def is_plain(self) -> bool:
@@ -205,6 +204,17 @@ def accumulated_under_no_sync(s):
     (F.cross_entropy(s.M(batches[2][0]), batches[2][1]) / 3).backward()
     s.opt.step()
     return 0.0
+
+
+@snippet
+def accumulated_without_a_step(s):
+    s.again(s.opt)
+    with torch.enable_grad() if s.is_plain else epl.no_sync():
+        for x, y in s.batches(2):
+            F.cross_entropy(s.M(x), y).backward()
+    loss = F.mse_loss(s.M(s.x), s.x[:, :8])
+    loss.backward()
+    return loss.item()
 
 
 # ---- beside and before the model -------------------------------------------------------------------------------------
@@ -424,9 +434,3 @@ def loaded_after_a_step(s):
     s.opt.step()
     whole = s.m.state_dict() if s.is_plain else epl.full_state_dict(s.m)
     return loss.item(), *whole.values()
-
-
-def run_quietly(fn: Callable[[], Any]) -> Any:
-    """Without torch's own warnings."""
-    with warnings.catch_warnings(action="ignore"):
-        return fn()
