@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import tqdm
 
 from tests import harness
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
+tqdm.tqdm.monitor_interval = 0  # progress bars (of transformers, of torch's compiler) would leave a thread behind
 DEADLINE = 120.0
 
 

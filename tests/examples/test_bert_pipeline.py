@@ -179,10 +179,7 @@ def test_the_stages_are_the_whole_model() -> None:
     assert "qa_outputs.weight" in found["stage_1"]
 
 
-def test_says_what_is_wrong_with_a_directory(
-    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else the progress bars leave a thread
+def test_says_what_is_wrong_with_a_directory(example: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"expected a Hugging Face directory, found no config\.json there"):
         example.model.load(tmp_path, 16)
     model, tokenizer = example.model.make_small(["some words"], 16, width=8, layers=1)
