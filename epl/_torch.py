@@ -74,18 +74,17 @@ def module_without_compile(module: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
-def clipping_seams() -> tuple[CellType, CellType]:
-    """Where `get_total_norm` (which `clip_grad_norm_` clips by) and `clip_grad_value_` keep the function they run.
+def clipping_seams() -> tuple[CellType, CellType, CellType]:
+    """Where `get_total_norm` (which `clip_grad_norm_` clips by), `clip_grad_value_` and `clip_grad_norm_` keep what they run.
 
     Patching a name would miss everybody who wrote `from torch.nn.utils import get_total_norm` earlier. All names lead to
     the same wrapper, which runs what is in its one cell under `no_grad`; so the cell is what to replace.
     """
     from torch.nn.utils import clip_grad
 
-    norm, value = clip_grad._get_total_norm.__closure__, clip_grad.clip_grad_value_.__closure__
-    assert norm is not None
-    assert value is not None
-    return norm[0], value[0]
+    wrappers: tuple[Any, ...] = (clip_grad._get_total_norm, clip_grad.clip_grad_value_, clip_grad.clip_grad_norm_)
+    norm, value, clip = (wrapper.__closure__[0] for wrapper in wrappers)
+    return norm, value, clip
 
 
 Unscale = Callable[..., dict[torch.device, torch.Tensor]]

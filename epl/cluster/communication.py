@@ -16,7 +16,7 @@ import datetime
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,11 @@ class Said:
     """What every rank said when they met: a number of bits each, in rank order."""
 
     bits: tuple[int, ...]
+    words: torch.Tensor = dataclasses.field(repr=False, compare=False)
+
+    def place(self, rank: int) -> str:
+        """Where a rank is in the user's code."""
+        return _text_of(self.words[rank])[1]
 
     @property
     def union(self) -> int:
@@ -62,7 +67,7 @@ class Meeting:
         words = self._all.view(self._job.world_size, _WORD)
         if not bool((words[:, :2] == words[0, :2]).all()):
             raise RanksDisagreeError(_disagreement(words))
-        return Said(tuple(unpack_bits(row) for row in words[:, 2 : 2 + NUMBERS].tolist()))
+        return Said(tuple(unpack_bits(row) for row in words[:, 2 : 2 + NUMBERS].tolist()), words)
 
 
 class Job:
@@ -74,6 +79,7 @@ class Job:
         self.store: Store | None = None
         self.owns_group = not dist.is_initialized()
         self._sequence = 0
+        self._groups: dict[object, dist.ProcessGroup] = {}
         if self.owns_group:
             self._start(surroundings)
         else:
@@ -143,6 +149,18 @@ class Job:
         if any(v != values[0] for v in values):
             found = "\n".join(f"  rank {rank}: {v}" for rank, v in enumerate(values))
             raise RanksDisagreeError(f"ranks differ in {kind}: expected the same everywhere, found\n{found}\n{remedy}")
+
+    def group_among(self, groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+        """The one of these groups that this rank is in; made once for the same list, kept, and used by whoever asks for it.
+
+        All ranks ask together, and use it in the same order.
+        """
+        key = (tuple(map(tuple, groups)), backend)
+        if key not in self._groups:
+            with speaking(self, "making process groups"):
+                made = [dist.new_group(list(ranks), backend=backend, timeout=self.timeout) for ranks in groups]
+            self._groups[key] = next(group for ranks, group in zip(groups, made, strict=True) if self.rank in ranks)
+        return self._groups[key]
 
     def tell_failure(self, text: str) -> None:
         """Leave this rank's error where its peers will look when they lose it; never raises."""
@@ -252,16 +270,20 @@ def _first_told(store: Store | None, topic: str, world_size: int, own: int, pati
 def _disagreement(words: torch.Tensor) -> str:
     lines = []
     for rank, row in enumerate(words):
-        text = (
-            row[2 + NUMBERS :].contiguous().view(torch.uint8).numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        )
-        kind, _, place = text.partition("\n")
+        kind, place = _text_of(row)
         lines.append(f"  rank {rank}: {kind}, meeting {int(row[1])}, at {place or 'an unknown place'}")
     return (
         "ranks are at different places of the program; expected all of them at the same call, found\n"
         + "\n".join(lines)
         + "\nDo what involves several ranks on every rank alike (not under `if rank == 0:`), the same number of times."
     )
+
+
+def _text_of(word: torch.Tensor) -> tuple[str, str]:
+    """The kind and the place in a word."""
+    text = word[2 + NUMBERS :].contiguous().view(torch.uint8).numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    kind, _, place = text.partition("\n")
+    return kind, place
 
 
 def _kind_number(kind: str) -> int:

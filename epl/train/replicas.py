@@ -31,7 +31,7 @@ from epl.data import (
 from epl.env import Env
 from epl.errors import PlanError, RanksDisagreeError
 from epl.parallel import GradientReducer, ReducePolicy, copy_from_first, sync_batch_norm
-from epl.parallel.clip import install_clipping
+from epl.parallel.clip_torch import install_clipping
 from epl.parallel.hook import ModuleHook
 from epl.parallel.reducer import Named
 from epl.plan import Plan

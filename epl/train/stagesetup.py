@@ -12,7 +12,7 @@ from torch import nn
 
 from epl.cluster.communication import Job, speaking
 from epl.parallel import GradientReducer, ReducePolicy, copy_from_first
-from epl.parallel.clip import count_over
+from epl.parallel.clip_torch import count_over
 from epl.parallel.pipeline.executor import Executor
 from epl.parallel.pipeline.stage import Backward, Stage, StageProgram
 from epl.parallel.pipeline.ties import Ties, check_holders, describe, tied_parameters

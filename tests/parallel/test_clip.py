@@ -19,7 +19,8 @@ from torch.nn.utils import get_total_norm as early_get_total_norm
 from epl import _torch
 from epl.errors import NonFiniteNormError, UsageError
 from epl.parallel import clip_grad_norm_
-from epl.parallel.clip import install_clipping, total_norm
+from epl.parallel.clip import total_norm
+from epl.parallel.clip_torch import install_clipping
 from tests.harness import rank_errors, run_ranks
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
@@ -220,8 +221,10 @@ def patched() -> Iterator[None]:
 
 def test_torch_still_keeps_its_functions_in_one_cell() -> None:
     """The canary of `clipping_seams`: one cell each, and every name leads to it."""
-    norm, value = _torch.clipping_seams()
-    assert (norm.cell_contents.__name__, value.cell_contents.__name__) == ("_get_total_norm", "clip_grad_value_")
+    norm, value, clip = _torch.clipping_seams()
+    names = [cell.cell_contents.__name__ for cell in (norm, value, clip)]
+    assert names == ["_get_total_norm", "clip_grad_value_", "clip_grad_norm_"]
+    assert early_clip_grad_norm_.__closure__ == (clip,)
     assert early_get_total_norm.__closure__ == (norm,)
     assert early_clip_grad_value_.__closure__ == (value,)
     assert utils.get_total_norm is early_get_total_norm

@@ -182,6 +182,23 @@ def clipped_by_norm_and_value(s):
 
 
 @snippet
+def clipped_in_parts_and_together(s):
+    """A part that one rank has, a part without gradients beside weights that all ranks have, two models at once."""
+    torch.manual_seed(5)
+    head, other = s.made(nn.Linear(8, 3)), s.made(nn.Sequential(nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 8)))
+    optimizer = torch.optim.SGD([*s.m.parameters(), *head.parameters()], 0.1)
+    s.again(optimizer)
+    O = s.ready(other)  # noqa: E741 - as the cases call models
+    s.m[:3].requires_grad_(False)
+    F.cross_entropy(head(s.M(s.x) + O(s.x)), s.y % 3).backward()
+    clip = torch.nn.utils.clip_grad_norm_
+    norms = [clip(s.m[4].parameters(), 0.1), clip(s.m[0].parameters(), 0.1), clip(other[0].weight, 0.01)]
+    norms += [clip([*s.m.parameters(), *head.parameters()], 0.05), clip(head.parameters(), 0.01)]
+    norms += [clip([*other.parameters(), *s.m.parameters(), *head.parameters()], 0.02, norm_type=1.0)]
+    return norms
+
+
+@snippet
 def step_with_a_closure(s):
     s.again(s.opt)
 

@@ -126,8 +126,7 @@ class Executor:
             try:
                 self._take(action, program, step, weights)
             except Exception as error:
-                if not getattr(error, "__notes__", None):
-                    error.add_note(f"in {describe(action)}{self._had_received(action)}")
+                error.add_note(f"in {describe(action)}{self._had_received(action)}")
                 self.forget()
                 raise
             if self.record:

@@ -62,23 +62,14 @@ class RankPeers:
         self.data: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
         if self.size > 1:
-            self.data = self._make(replicas, None)
-            self._control = self.data if job.device.type == "cpu" else self._make(replicas, "gloo")
+            self.data = job.group_among(replicas)
+            self._control = self.data if job.device.type == "cpu" else job.group_among(replicas, "gloo")
         self._pushed: tuple[Spec, ...] = ()  # what was pushed last, as every rank knows
         self._broken = ""
 
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    def _make(self, replicas: Sequence[Sequence[int]], backend: str | None) -> dist.ProcessGroup:
-        own: dist.ProcessGroup | None = None
-        with speaking(self._job, "making process groups"):
-            for ranks in replicas:
-                group = dist.new_group(list(ranks), backend=backend, timeout=self._job.timeout)
-                own = group if self._job.rank in ranks else own
-        assert own is not None
-        return own
 
     def agree(self, kind: str, bits: int, rows: int, ask: bool) -> tuple[tuple[int, ...], bool]:
         if self._broken:
@@ -87,10 +78,11 @@ class RankPeers:
                 "replica waited for it, so they cannot go on together. Mend the cause and start the job again."
             )
         word = bits & (1 << _HASH_BITS) - 1
-        said = self._job.meet(kind, (rows << _HASH_BITS | word) << 1 | ask).wait().bits
+        everyone = self._job.meet(kind, (rows << _HASH_BITS | word) << 1 | ask).wait()
+        said = everyone.bits
         for ranks in self._replicas:
             if len({said[rank] >> 1 for rank in ranks}) > 1:
-                raise RanksDisagreeError(_disagreement(kind, {rank: said[rank] >> 1 for rank in ranks}))
+                raise RanksDisagreeError(_disagreement(kind, {r: (said[r] >> 1, everyone.place(r)) for r in ranks}))
         asked = any(said[rank] & 1 for rank in self.ranks)
         return tuple(said[ranks[0]] >> 1 + _HASH_BITS for ranks in self._replicas), asked
 
@@ -166,12 +158,14 @@ def _alike(a: Sequence[Spec], b: Sequence[Spec]) -> bool:
     return [(s.shape, s.dtype) for s in a] == [(s.shape, s.dtype) for s in b]
 
 
-def _disagreement(kind: str, words: Mapping[int, int]) -> str:
-    found = ", ".join(
-        f"rank {rank}: {word >> _HASH_BITS} rows, code {word & (1 << _HASH_BITS) - 1:x}" for rank, word in words.items()
+def _disagreement(kind: str, words: Mapping[int, tuple[int, str]]) -> str:
+    found = "\n".join(
+        f"  rank {rank}: {word >> _HASH_BITS} rows, checksum {word & (1 << _HASH_BITS) - 1:x}, at {place}"
+        for rank, (word, place) in words.items()
     )
     return (
-        f"{kind}: the ranks of a model replica must do the same with the same rows, since they compute one model; found {found}. "
+        f"{kind}: the ranks of a model replica must do the same with the same rows, since they compute one model; found\n{found}\n"
+        "Where the rows are as many, other operations were recorded on the model's outputs, or the inputs of the first calls differ. "
         "Give every rank of a replica the same batches (a loader passed to epl.parallelize does) and the same code, not under "
         "`if rank == 0:`."
     )

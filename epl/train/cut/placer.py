@@ -14,7 +14,7 @@ from epl.data import active_share
 from epl.env import Env
 from epl.graph.record import RecordedCall
 from epl.parallel import GradientReducer, sync_batch_norm
-from epl.parallel.clip import count_over
+from epl.parallel.clip_torch import count_over
 from epl.parallel.pipeline.lanes import Lanes
 from epl.parallel.pipeline.ties import Ties
 from epl.plan.stages import StageCut
@@ -96,7 +96,15 @@ class Staged:
         reducers = self._replicas.reducers = self._make_reducers(held)
         ties = self._ties(own, cut)
         counted_elsewhere = set(map(id, own.values())) if lanes.lane else ties.counted_elsewhere if ties else set()
-        self._replicas.at_close(count_over(own.values(), peers.data, counted_elsewhere=counted_elsewhere))
+        self._replicas.at_close(
+            count_over(
+                own.values(),
+                peers.data,
+                counted_elsewhere=counted_elsewhere,
+                others=parameters.values(),
+                meet=lambda: self._meet("the norm of gradients"),
+            )
+        )
         gradients = PartGradients(list(own.values()), place.model_stages, reducers, ties)
         edges = [(a, b) for b in range(len(lanes.lanes.ranks)) for a in range(b)]
         carrier = StageCarrier(place, peers, lanes.make_transport(edges), parameters, gradients, self._note_rows)
@@ -179,6 +187,9 @@ class Staged:
                 guard=lambda what: speaking(self._job, what),
             )
             self._replicas.at_close(synced.undo)
+
+    def _meet(self, what: str) -> None:
+        self._job.meet(what).wait()
 
     def _note_rows(self, rows: tuple[int, ...]) -> None:
         self._rows = rows
