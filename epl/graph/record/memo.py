@@ -12,6 +12,7 @@ from epl.cluster.pickling import load_around_tensors
 from epl.graph.context import Context
 from epl.graph.record.fingerprint import fingerprint
 from epl.graph.record.foresight import describe
+from epl.graph.record.hooks import has_hooks
 from epl.graph.record.objects import dump
 from epl.graph.record.shapes import Form, Rule
 from epl.graph.record.tree import Rebuild, freeze, skeleton
@@ -96,7 +97,9 @@ class Memo:
     def call(self, module: nn.Module, args: Any, kwargs: Any, whole: Callable[[Any], bool]) -> Call | None:
         """What there is to know of a call; `whole` says what is an object. None if nothing can be remembered of it."""
         number = self.number(module)
-        if number is None:
+        if number is None or any(
+            map(has_hooks, module.modules())
+        ):  # the forward itself may have registered some by now
             return None
         sizes: list[int] = []
         kind = (number, describe((args, kwargs), sizes, Spec.of, whole), Context.now(), torch.get_default_dtype())
