@@ -140,6 +140,22 @@ def give_hooks(parameter: torch.Tensor, hooks: Hooks) -> None:
         own.update(taken)
 
 
+def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """`tensor`, the same object, has this memory from now on. For tensors on the meta device, whose `data` cannot be set.
+
+    `torch.utils.swap_tensors`, which does it in public, refuses tensors that anybody has a weak reference to.
+    """
+    before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(tensor, memory.requires_grad_(tensor.requires_grad))
+    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = before, after  # what runs them is in what was swapped
+
+
+def resets_of(module: torch.nn.Module) -> list[Callable[[], object]]:
+    """What fills a module's own parameters and buffers anew; torch's attention and transformer hide theirs."""
+    found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return [reset for reset in found if callable(reset)]
+
+
 def is_batch_norm(module: torch.nn.Module) -> bool:
     """Whether it is a batch norm of any kind; their common class, which people derive from too, is private."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -354,3 +356,34 @@ def test_a_scaler_unscales_by_what_replaces_its_own_way():
     assert seen == [optimizer] * 2
     assert p.item() == 1.0
     assert scaler.get_scale() == 2.0
+
+
+def test_a_tensor_on_the_meta_device_is_given_memory_under_the_same_object():
+    with torch.device("meta"):
+        layer = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    seen, weak = [], weakref.ref(layer.weight)
+    layer.weight.register_hook(seen.append)
+    layer.weight.register_post_accumulate_grad_hook(seen.append)
+    layer.bias.requires_grad_(False)
+    _torch.give_memory(layer.weight, torch.zeros(4, 3))
+    _torch.give_memory(layer.bias, torch.zeros(1).expand(4))
+    assert weak() is layer.weight
+    assert isinstance(layer.weight, nn.Parameter)
+    assert layer.weight.device.type == "cpu"
+    assert layer.weight.requires_grad
+    assert not layer.bias.requires_grad
+    layer(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(layer.weight, torch.full((4, 3), -2.0))
+    assert len(seen) == 2
+
+
+def test_modules_of_torch_fill_themselves_anew():
+    for module in (nn.Linear(2, 2), nn.BatchNorm1d(2), nn.MultiheadAttention(2, 1), nn.Embedding(2, 2), nn.GRU(2, 2)):
+        assert _torch.resets_of(module), type(module)
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            tensor.data.fill_(77)
+        for reset in _torch.resets_of(module):
+            reset()
+        assert all((t != 77).all() for t in [*module.parameters(recurse=False), *module.buffers(recurse=False)])

@@ -37,6 +37,7 @@ from epl.parallel.reducer import Named
 from epl.plan import Plan
 from epl.report.log import notice, warn
 from epl.train.arguments import Arguments
+from epl.train.meta import MetaModel
 from epl.train.policy import reduce_policy
 from epl.train.scaling import agree_on_unscaling
 from epl.train.weights import replica_factor, row_factor, within_replica
@@ -67,6 +68,7 @@ class Replicas:
         """Trained parameters that are not the model's: of a loss, or of an optimizer only."""
         self.cut: CutModel | None = None
         """What stands in for the model's forward, if it runs in stages or micro batches."""
+        self.meta = MetaModel(model, self._job)
         self._undo: list[Callable[[], None]] = []
         self.reducers: list[GradientReducer] = []
         self._refuse_shared_parameters()
@@ -74,6 +76,13 @@ class Replicas:
         self._undo.append(install_clipping())
         if plan.world_size > 1:
             self._meet_others(model)
+        if plan.layout != "staged" and self.meta.waits:
+            self.meta.materialise(model.parameters())
+            self._undo.append(model.register_forward_pre_hook(ModuleHook(lambda *_: self.meta.check())).remove)
+        elif self.meta.waits:
+            hook = ModuleHook(self.meta.refuse_plain_load)
+            self._undo.append(model.register_load_state_dict_pre_hook(hook).remove)  # type: ignore[no-untyped-call]
+        if plan.world_size > 1:
             self._make_equal([*model.parameters(), *model.buffers()])
             if plan.layout != "staged":  # else every rank keeps only its part, once it is known which
                 self._sync_batch_norm()
@@ -144,7 +153,8 @@ class Replicas:
 
     def _meet_others(self, model: nn.Module) -> None:
         shapes = {
-            name: (tuple(t.shape), str(t.dtype)) for name, t in [*model.named_parameters(), *model.named_buffers()]
+            name: (tuple(t.shape), str(t.dtype), *(["meta"] if t.is_meta else []))
+            for name, t in [*model.named_parameters(), *model.named_buffers()]
         }
         everyone: list[Any] = self._job.gather("epl.parallelize", shapes)
         for rank, theirs in enumerate(everyone):
@@ -155,7 +165,7 @@ class Replicas:
                 )
                 raise RanksDisagreeError(
                     f"the model is not the same on rank 0 and rank {rank}: {len(names)} tensors differ\n{found}\n"
-                    "Build it alike on every rank."
+                    "Build it alike on every rank; if on the meta device, then on all: epl.load_full_state_dict gives them rank 0's state."
                 )
 
     def _make_equal(self, tensors: list[torch.Tensor]) -> None:

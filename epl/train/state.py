@@ -23,18 +23,28 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state of the whole model under the user's names, on every rank.
 
     Data parallel every rank holds the whole model, so nothing is sent and `if rank == 0:` around it is fine. Of a model in
-    stages the parts come from their ranks: there every rank calls it.
+    stages the parts come from their ranks, as copies: there every rank calls it.
     """
     inner = _torch.module_without_compile(model)
-    parts = _parts(inner)
+    parts, replicas = _parts(inner), Replicas.of(inner)
+    if parts is None and replicas is not None and replicas.meta.waits:
+        raise StateError(
+            f"{type(inner).__name__} was built on the meta device, and its numbers come with its first call: call epl.full_state_dict "
+            "after that"
+        )
     return parts.gather() if parts is not None else dict(inner.state_dict())
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor] | None) -> None:
-    """Load a whole model's state; afterwards all ranks hold rank 0's. Ranks other than 0 may pass None."""
+    """Load a whole model's state; afterwards all ranks hold rank 0's. Ranks other than 0 may pass None.
+
+    Of tied weights one is enough. A model on the meta device that is to be cut into stages takes it at its first call, when it
+    is known what is here: until then rank 0 keeps the state.
+    """
     inner = _torch.module_without_compile(model)
     replicas = Replicas.of(inner)
     alone = replicas is None or replicas.plan.world_size == 1
+    state = None if state is None else _with_tied(inner, state)
     problems = _problems(inner, state) if state is not None else []
     if alone and state is None:
         problems = ["expected a state dict, found None (only ranks other than 0 may leave it out)"]
@@ -52,8 +62,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor] | N
     if parts is not None:
         parts.load(state)
         return
+    if replicas is not None and replicas.meta.waits:
+        replicas.meta.state = state or {}
+        return
     if state is not None:
         inner.load_state_dict(state)
+    if replicas is not None:
+        replicas.meta.loaded()
     if not alone:
         assert dist.group.WORLD is not None
         copy_from_first([*inner.parameters(), *inner.buffers()], dist.group.WORLD)
@@ -65,9 +80,16 @@ def _parts(model: nn.Module) -> WholeState | None:
     return replicas.cut.whole_state() if replicas is not None and replicas.cut is not None else None
 
 
+def _with_tied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state with all names of tied weights; Hugging Face saves them under one."""
+    given = {id(tensor): state[name] for name, tensor in model.state_dict(keep_vars=True).items() if name in state}
+    tied = {name: given[id(t)] for name, t in model.state_dict(keep_vars=True).items() if id(t) in given}
+    return {**tied, **state}
+
+
 def _problems(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
     """Everything that does not fit, before anything is changed."""
-    own = model.state_dict()
+    own = model.state_dict(keep_vars=True)
     problems = [f"{name} is missing" for name in own if name not in state]
     problems += [f"{name} is not in the model" for name in state if name not in own]
     for name in own:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from epl import _torch
 from epl.cluster.communication import Job, speaking
 from epl.data import active_share
 from epl.env import Env
@@ -90,6 +91,9 @@ class Staged:
         parameters = dict(self._model.named_parameters())
         here = set(place.model_stages)
         own = {name: p for name, p in parameters.items() if here.intersection(cut.holders[name])}
+        meta = self._replicas.meta
+        meta.materialise(own.values())
+        meta.check_all()
         self._let_go_of_the_rest(parameters, own, cut)
         held = Held(self._model, list(own), [name for name, stages in cut.buffers.items() if here.intersection(stages)])
         self._sync_batch_norm()
@@ -114,6 +118,9 @@ class Staged:
             f"({bytes_here / 1e6:.1f} MB) are on rank {self._job.rank}"
         )
         self._carrier = carrier
+        if meta.state is not None:
+            self.whole_state().load(meta.state)
+            meta.state = None
         return carrier
 
     def whole_state(self) -> WholeState:
@@ -132,6 +139,9 @@ class Staged:
         ranks = self._lanes.lanes.ranks
         for name, parameter in parameters.items():
             if name not in own:
+                if parameter.is_meta:
+                    nothing = torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=self._job.device)
+                    _torch.give_memory(parameter, nothing.expand(parameter.shape))
                 become_foreign(parameter, self._lanes.pipe_ranks[ranks[cut.holders[name][0]][0]], name)
                 for optimizer in self._replicas.optimizers:
                     optimizer.state.pop(parameter, None)

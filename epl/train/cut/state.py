@@ -20,7 +20,7 @@ class WholeState:
         self._own = dist.get_rank(group)
 
     def gather(self) -> dict[str, torch.Tensor]:
-        """Every entry, on every rank; all ranks call it together."""
+        """A copy of every entry, on every rank; all ranks call it together."""
         self._job.meet("epl.full_state_dict").wait()
         whole: dict[str, torch.Tensor] = {}
         known: dict[int, torch.Tensor] = {}  # by id of the parameter: a tied one travels once
@@ -35,10 +35,11 @@ class WholeState:
 
     def _fetch(self, name: str, entry: torch.Tensor) -> torch.Tensor:
         owner = self._owners.get(name)
+        # Copies of what is here as well: parts that go on changing beside others that do not would be no state of any step.
         if owner is None:  # nobody uses it: everybody has it as it was built
-            return entry.detach()
+            return entry.detach().clone()
         if owner == self._own:
-            value = entry.detach().contiguous()
+            value = entry.detach().clone(memory_format=torch.contiguous_format)
         else:
             value = torch.empty(entry.shape, dtype=entry.dtype, device=self._job.device)
         with speaking(self._job, f"gathering {name} for epl.full_state_dict"):
