@@ -6,5 +6,6 @@ placing.py   this rank's part of the model: the other parameters lose their byte
 carrier.py   runs the bodies of calls over the stages of the replica, as `epl.train.lazy` asks
 work.py      what the stages of this device compute in one step
 peers.py     the ranks of one model replica, and how they agree and share values
+generation.py  what becomes of `model.generate()`
 aside.py     gradients set aside while a step makes others
 """

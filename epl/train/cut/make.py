@@ -8,6 +8,7 @@ from torch import nn
 
 from epl.env import Env
 from epl.graph.record import Recordings
+from epl.train.cut.generation import guard_generation
 from epl.train.cut.model import CutModel, Placer
 from epl.train.cut.placer import OneStage, Staged
 from epl.train.cut.sources import StageSource
@@ -26,4 +27,6 @@ def cut_model(env: Env, model: nn.Module, source: StageSource, replicas: Replica
     else:
         placer = OneStage(job, model, replicas.reducers)
         recordings = Recordings(model, lambda module: "model", device=job.device)
-    return CutModel(model, recordings, plan.settings.num_micro_batch, placer)
+    cut = CutModel(model, recordings, plan.settings.num_micro_batch, placer)
+    replicas.at_close(guard_generation(model, None if plan.layout == "staged" else cut.as_it_is))
+    return cut
