@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+_preloaded = ["tests.preload"]
 _live: list[_Rank] = []  # ranks of the running case, for the per-test deadline to ask for stacks
 
 
@@ -105,6 +106,12 @@ def finish_ranks(
             _live.clear()
 
 
+def preload(module: str) -> None:
+    """Have ranks start with this module in memory, too. For test modules to call while they are imported: the server that ranks
+    are forked from starts with the first of them."""
+    _preloaded.append(module)
+
+
 def live_stacks() -> str:
     """The stacks of every rank that is running now."""
     return "\n".join(f"--- rank {r.rank}\n{_ask_stacks(r)}" for r in _live if r.process.is_alive())
@@ -128,7 +135,7 @@ def _torchrun_variables(rank: int, nranks: int, port: int) -> dict[str, str]:
 
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
+    context.set_forkserver_preload(_preloaded)
     return context
 
 
