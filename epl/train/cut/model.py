@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from epl.errors import RecordingError, UsageError
+from epl.data.structure import digest
+from epl.errors import RecordingError
 from epl.graph.record import RecordedCall, Recordings
 from epl.parallel.growth import growth
 from epl.plan.stages import StageCut
@@ -18,8 +19,10 @@ from epl.train.cut.carrier import StageCarrier
 from epl.train.cut.layout import CallLayout
 from epl.train.cut.state import WholeState
 from epl.train.lazy import ForeignParameter, LazyTensor, node_of, outputs_of, run_forward
+from epl.train.lazy.node import journal
 
 _LAYOUTS = 256  # signatures that are kept
+_CHECKED_CALLS = 3  # whose inputs must be the same bits on every rank of a replica, or all ranks raise when they meet
 
 
 class Placer(Protocol):
@@ -52,7 +55,7 @@ class CutModel:
         growth.watch()
         self.instance_forward = model.__dict__.get("forward")
         self._own_forward = model.forward
-        self._as_it_is = False
+        self._recording = False
         model.forward = _Forward(self)
 
     def close(self) -> None:
@@ -64,16 +67,7 @@ class CutModel:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What calling the model does."""
-        return self._own_forward(*args, **kwargs) if self._as_it_is else self._call(args, kwargs)
-
-    @contextlib.contextmanager
-    def as_it_is(self) -> Iterator[None]:
-        """Inside, the model runs its own forward."""
-        before, self._as_it_is = self._as_it_is, True
-        try:
-            yield
-        finally:
-            self._as_it_is = before
+        return self._own_forward(*args, **kwargs) if self._recording else self._call(args, kwargs)
 
     def whole_state(self) -> WholeState | None:
         """How the whole state is gathered and loaded, once the model is in parts."""
@@ -82,19 +76,17 @@ class CutModel:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `model(x)` does instead of its forward."""
         self._calls += 1
-        with self.as_it_is():  # the layout, too, may want the forward at one more size
+        self._recording = True  # the layout may want the forward at one more size
+        try:
             recorded = self._record(args, kwargs)
             if self.carrier is None:
                 self._place(recorded, args, kwargs)
             layout = self._layout(recorded)
+        finally:
+            self._recording = False
         carrier = self.carrier
         assert carrier is not None
         tensors = recorded.input_tensors(args, kwargs)
-        if any(t.is_meta for t in tensors):
-            raise UsageError(
-                "the model is given a tensor on the meta device; a model that was built there leaves it with its first call, so "
-                "do not move inputs to model.device before that"
-            )
         call = ModelCall(
             carrier,
             layout,
@@ -103,6 +95,8 @@ class CutModel:
             recorded.given,
         )
         carrier.rows = call.rows
+        if self._calls <= _CHECKED_CALLS and len(carrier.ranks) > 1:
+            journal(carrier).mix(digest([t for t in tensors if not (isinstance(t, LazyTensor) or t.requires_grad)]))
         call.nodes = outputs_of(call, [recorded.spec(node) for node in recorded.frontier])
         if not call.context.grad:
             run_forward(call)  # now: batch norm may learn, and hooks may look on

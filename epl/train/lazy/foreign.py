@@ -69,7 +69,9 @@ def become_foreign(parameter: nn.Parameter, owner: int, name: str) -> None:
     with torch.no_grad():
         parameter.grad = None
         shape = parameter.shape
-        parameter.data = parameter.data.new_zeros((1,) * len(shape)).expand(shape)
+        # Not a number: code that goes round torch functions (TorchScript) cannot take it for a weight.
+        nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+        parameter.data = parameter.data.new_full((1,) * len(shape), nothing).expand(shape)
     parameter.__class__ = ForeignParameter
     assert isinstance(parameter, ForeignParameter)
     parameter.epl_owner, parameter.epl_name = owner, name
@@ -89,7 +91,8 @@ def refuse(parameter: ForeignParameter, doing: str) -> NoReturn:
     """Raise: its numbers would be needed here."""
     raise LazyValueError(
         f"{doing}: the parameter {parameter.epl_name!r}, {tuple(parameter.shape)}, lives on rank {parameter.epl_owner}; here is only "
-        "its place. Its numbers come with epl.full_state_dict(model), on every rank; in a loss (an L2 term) it may be used as it is."
+        "its place. Its numbers come with epl.full_state_dict(model), on every rank; in a loss (an L2 term) it may be used as it is; a "
+        "part of the model runs when the whole model is called."
     )
 
 

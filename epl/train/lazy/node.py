@@ -148,8 +148,12 @@ class Journal:
         """The number of a new entry."""
         self.count += 1
         shape = spec.shape if isinstance(spec, Spec) else ()
-        self.checksum = zlib.crc32(f"{name_of(func)}{tuple(shape)}".encode(), self.checksum)
+        self.mix(f"{name_of(func)}{tuple(shape)}")
         return self.count
+
+    def mix(self, text: str) -> None:
+        """Let the checksum depend on this too."""
+        self.checksum = zlib.crc32(text.encode(), self.checksum)
 
 
 class _Journals(threading.local):
