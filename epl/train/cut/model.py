@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from epl.data.structure import digest
-from epl.errors import RecordingError
+from epl.errors import RecordingError, UsageError
 from epl.graph.record import RecordedCall, Recordings
 from epl.parallel.growth import growth
 from epl.plan.stages import StageCut
@@ -55,7 +55,7 @@ class CutModel:
         growth.watch()
         self.instance_forward = model.__dict__.get("forward")
         self._own_forward = model.forward
-        self._recording = False
+        self._as_it_is = False
         model.forward = _Forward(self)
 
     def close(self) -> None:
@@ -67,7 +67,16 @@ class CutModel:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What calling the model does."""
-        return self._own_forward(*args, **kwargs) if self._recording else self._call(args, kwargs)
+        return self._own_forward(*args, **kwargs) if self._as_it_is else self._call(args, kwargs)
+
+    @contextlib.contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        """Inside, the model runs its own forward."""
+        before, self._as_it_is = self._as_it_is, True
+        try:
+            yield
+        finally:
+            self._as_it_is = before
 
     def whole_state(self) -> WholeState | None:
         """How the whole state is gathered and loaded, once the model is in parts."""
@@ -76,17 +85,19 @@ class CutModel:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `model(x)` does instead of its forward."""
         self._calls += 1
-        self._recording = True  # the layout may want the forward at one more size
-        try:
+        with self.as_it_is():  # the layout, too, may want the forward at one more size
             recorded = self._record(args, kwargs)
             if self.carrier is None:
                 self._place(recorded, args, kwargs)
             layout = self._layout(recorded)
-        finally:
-            self._recording = False
         carrier = self.carrier
         assert carrier is not None
         tensors = recorded.input_tensors(args, kwargs)
+        if any(t.is_meta for t in tensors):
+            raise UsageError(
+                "the model is given a tensor on the meta device; a model that was built there leaves it with its first call, so "
+                "do not move inputs to model.device before that"
+            )
         call = ModelCall(
             carrier,
             layout,
