@@ -87,6 +87,17 @@ def clipping_seams() -> tuple[CellType, CellType, CellType]:
     return norm, value, clip
 
 
+def lbfgs_parameters(optimizer: torch.optim.LBFGS) -> list[Any]:
+    """The parameters that make up its flat vectors; it looks nowhere else for them while it steps."""
+    found: list[Any] = optimizer._params
+    return found
+
+
+def set_lbfgs_parameters(optimizer: torch.optim.LBFGS, parameters: list[Any]) -> None:
+    """Its vectors are now those of these parameters, as many and of the same shapes."""
+    optimizer._params = parameters
+
+
 Unscale = Callable[..., dict[torch.device, torch.Tensor]]
 
 

@@ -387,3 +387,19 @@ def test_modules_of_torch_fill_themselves_anew():
         for reset in _torch.resets_of(module):
             reset()
         assert all((t != 77).all() for t in [*module.parameters(recurse=False), *module.buffers(recurse=False)])
+
+
+def test_lbfgs_steps_the_parameters_of_its_list():
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((2,), 3.0))
+    optimizer = torch.optim.LBFGS([p], max_iter=2)
+    assert _torch.lbfgs_parameters(optimizer) == [p]
+
+    def closure():
+        _torch.set_lbfgs_parameters(optimizer, [q])
+        q.grad = 2 * q.detach()
+        return q.detach().pow(2).sum()
+
+    optimizer.step(closure)
+    assert p.tolist() == [1.0, 1.0]
+    assert q.max().item() < 3.0
+    assert list(optimizer.state) == [p]

@@ -37,6 +37,7 @@ from epl.parallel.reducer import Named
 from epl.plan import Plan
 from epl.report.log import notice, warn
 from epl.train.arguments import Arguments
+from epl.train.lbfgs import step_whole_vectors
 from epl.train.meta import MetaModel
 from epl.train.policy import reduce_policy
 from epl.train.scaling import agree_on_unscaling
@@ -91,7 +92,9 @@ class Replicas:
             # Of every optimizer: one that is made later, and never given to parallelize, must not escape.
             self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
             if plan.layout == "staged" or not env.config.communication.clip_after_allreduce:
-                self._undo.append(agree_on_unscaling(self._trains, self._any_rank))
+                self._undo.append(agree_on_unscaling(self.trains, self._any_rank))
+            if plan.layout == "staged":
+                self._undo.append(step_whole_vectors(self))
         if plan.layout == "staged" or plan.settings.num_micro_batch > 1:
             from epl.train.cut.make import cut_model  # it needs this class in turn
 
@@ -317,7 +320,7 @@ class Replicas:
             if reducer.policy.when == "step":
                 reducer.reduce()
 
-    def _trains(self, optimizer: Optimizer) -> bool:
+    def trains(self, optimizer: Optimizer) -> bool:
         """Whether any parameter of the model is in it: alike on every rank, wherever the parameters are."""
         own = {id(p) for p in self.model.parameters()}
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])

@@ -211,6 +211,35 @@ def step_with_a_closure(s):
     return [s.opt.step(closure).item() for _ in range(2)]
 
 
+def _lbfgs(s, **options):
+    optimizer = torch.optim.LBFGS(s.m.parameters(), max_iter=4, **options)
+    s.again(optimizer)
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = F.cross_entropy(s.M(s.x), s.y)
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure)) for _ in range(3)]
+    state = optimizer.state_dict()["state"]
+    return losses, calls, state[0]["n_iter"], state[0]["d"]
+
+
+@snippet
+def lbfgs_with_a_closure(s):
+    return _lbfgs(s, lr=0.3)
+
+
+@snippet
+def lbfgs_with_a_line_search(s):
+    s.m[2].bias.requires_grad_(False)
+    return _lbfgs(s, line_search_fn="strong_wolfe", history_size=2)
+
+
 @snippet
 def accumulated_under_no_sync(s):
     s.again(s.opt)

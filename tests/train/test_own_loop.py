@@ -13,7 +13,6 @@ from tests.train.own_loop import SNIPPETS, Script
 ROWS, MICRO_BATCHES, STAGES = 7, 3, 2
 NOT_HERE = {
     **REFUSED,
-    "lbfgs": "refused: test_own_loop_faults.py",
     "bad_target": "an error at home: test_own_loop_faults.py",
     "compiled_loss": "slow, and run over stages in memory",
 }

@@ -144,7 +144,8 @@ class Staged:
                     _torch.give_memory(parameter, nothing.expand(parameter.shape))
                 become_foreign(parameter, self._lanes.pipe_ranks[ranks[cut.holders[name][0]][0]], name)
                 for optimizer in self._replicas.optimizers:
-                    optimizer.state.pop(parameter, None)
+                    if not isinstance(optimizer, torch.optim.LBFGS):  # its state is that of the whole vector
+                        optimizer.state.pop(parameter, None)
 
     def _ties(self, own: Mapping[str, nn.Parameter], cut: StageCut) -> Ties | None:
         """Weights that several devices hold, each with the group of all the ranks that do."""
