@@ -41,11 +41,15 @@ def test_ranks_in_machine_order_and_a_restart_of_both(
     write(
         "train.py",
         """
-        import os, time
+        import os, pathlib, time
         names = ("RANK", "GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
         print(*(os.environ[name] for name in names), flush=True)
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            pathlib.Path("printed_" + os.environ["RANK"]).touch()
             if os.environ["RANK"] == "2":
+                # The launcher ends the others as soon as this one fails, be they slow to start: wait for what they print.
+                while len(list(pathlib.Path().glob("printed_*"))) < 4:
+                    time.sleep(0.01)
                 raise ValueError("on machine 1")
             time.sleep(60)
         """,
