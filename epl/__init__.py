@@ -16,12 +16,14 @@ Rooms, from the bottom up; each knows only those above it in this list:
     launch, report      epl-launch; what epl tells the user
 """
 
-from epl import data, errors, parallel
+from epl import data, errors, nn, parallel
 from epl.config import Config
 from epl.env import Env, init, setup_process_groups
 from epl.graph.collections import GraphKeys
 from epl.graph.unbatched import unbatched
 from epl.parallel import clip_grad_norm_
+from epl.parallel.split.user_rules import split_rule
+from epl.parallel.split.value import whole
 from epl.strategy import annotate, replicate, set_default_strategy, split, taskgraphs
 from epl.train.collected import add_to_collection, get_collection
 from epl.train.foresee import plan  # also the name of a room: `from epl.plan import …` still finds that one
@@ -50,6 +52,7 @@ __all__ = [
     "global_sum",
     "init",
     "load_full_state_dict",
+    "nn",
     "no_sync",
     "num_replicas",
     "parallel",
@@ -60,6 +63,8 @@ __all__ = [
     "set_default_strategy",
     "setup_process_groups",
     "split",
+    "split_rule",
     "taskgraphs",
     "unbatched",
+    "whole",
 ]

@@ -6,9 +6,10 @@ Nothing else in epl may import an underscored torch name.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import CellType
+from types import CellType, FrameType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
@@ -85,6 +86,18 @@ def clipping_seams() -> tuple[CellType, CellType, CellType]:
     wrappers: tuple[Any, ...] = (clip_grad._get_total_norm, clip_grad.clip_grad_value_, clip_grad.clip_grad_norm_)
     norm, value, clip = (wrapper.__closure__[0] for wrapper in wrappers)
     return norm, value, clip
+
+
+def inside_functional_call() -> bool:
+    """Whether a caller of this is `torch.func.functional_call`, which puts other tensors into a module without telling it."""
+    from torch.nn.utils import stateless
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def lbfgs_parameters(optimizer: torch.optim.LBFGS) -> list[Any]:
@@ -217,6 +230,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def fake_mode_is_on() -> bool:
+    """Whether torch calls compute shapes only, in this thread: there is no public way to ask."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def without_fake_mode() -> AbstractContextManager[Any]:
     """Inside, torch calls compute real numbers although a `fake_mode` is on."""
     return unset_fake_temporarily()
@@ -286,16 +304,47 @@ def function_applications(apply: Applied) -> Iterator[None]:
             base.apply = before
 
 
-def watch_function_applications(apply: Applied) -> None:
-    """From now on, `MyFunction.apply(*args)` calls `apply(MyFunction, original, args, kwargs)`; see `function_applications`."""
+def watch_function_applications(apply: Applied) -> Callable[[], None]:
+    """From now on, `MyFunction.apply(*args)` calls `apply(MyFunction, original, args, kwargs)`; see `function_applications`.
+
+    `original` is whoever watched before. The undo; if somebody else watches by now, `apply` goes on being called.
+    """
     base: Any = torch.autograd.function._SingleLevelFunction
+    before: Any = base.__dict__.get("apply")
 
     class Application:
         def __get__(self, _: object, owner: Any) -> Callable[..., Any]:
-            original = super(base, owner).apply  # type: ignore[misc]
+            original = super(base, owner).apply if before is None else before.__get__(None, owner)  # type: ignore[misc]
             return lambda *args, **kwargs: apply(owner, original, args, kwargs)
 
-    base.apply = Application()
+    made = base.apply = Application()
+
+    def undo() -> None:
+        if base.__dict__.get("apply") is made:
+            if before is None:
+                del base.apply
+            else:
+                base.apply = before
+
+    return undo
+
+
+def replace_checkpoints(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """`torch.utils.checkpoint` without reentry now runs by `make(its own way)`; the undo.
+
+    That is called as (function, preserve_rng_state, context_fn, ...). A `context_fn` of the user's is his own, and nobody else
+    can put something around what is computed again in backward.
+    """
+    from torch.utils import checkpoint as module
+
+    original = module._checkpoint_without_reentrant_generator
+    made = module._checkpoint_without_reentrant_generator = make(original)
+
+    def undo() -> None:
+        if module._checkpoint_without_reentrant_generator is made:
+            module._checkpoint_without_reentrant_generator = original
+
+    return undo
 
 
 def function_spaces() -> list[Any]:
@@ -308,6 +357,33 @@ def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     disable: Any = getattr(torch, "_disable_dynamo")  # noqa: B009  typed as not exported
     found: Callable[..., Any] = disable(function)
     return found
+
+
+def compiled_unless(eager: Callable[[], bool]) -> Callable[[], None]:
+    """Where `eager()`, what `torch.compile` has made now runs as it is written; the undo.
+
+    `torch.compiler.set_stance` does that for all threads at once. Without effect as long as nobody has loaded the compiler.
+    """
+    frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if frame is None:
+        return lambda: None
+    original = frame._stance
+
+    class Stance:
+        @property
+        def stance(self) -> str:
+            return "force_eager" if eager() else original.stance
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(original, name)
+
+    made = frame._stance = Stance()
+
+    def undo() -> None:
+        if frame._stance is made:
+            frame._stance = original
+
+    return undo
 
 
 def wrapper_tensor(cls: type[Any], spec: Any) -> Any:
@@ -360,3 +436,63 @@ def changed_arguments(operation: Any, args: tuple[Any, ...]) -> list[Any]:
 def draws(operation: Any) -> bool:
     """Whether a basic operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operation.tags
+
+
+def nn_functions() -> Any:
+    """The namespace of compiled `torch.nn.functional` functions: what dispatches there shows these, not the public names."""
+    return torch._C._nn
+
+
+def wrapper_subclass(kind: type[torch.Tensor], shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of this kind without memory, with the dtype and device of another: how a subclass shows a shape that it does not hold."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)
+
+
+class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, `answer(operation, args, kwargs)` is what every basic operation gives; factories, which no subclass sees, too."""
+
+    def __init__(self, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answer = answer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self._answer(func, args, kwargs or {})
+
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass that wants to see basic operations only: the public default turns every result into it."""
+
+
+def storageless(kind: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of this kind, on this device, with the shape and strides of another and no memory."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=device
+    )
+
+
+def become(tensor: torch.Tensor, kind: type[torch.Tensor], inside: torch.Tensor) -> None:
+    """`tensor`, the same object, has this class and what is inside of another tensor (which nobody may use any more)."""
+    was_parameter = isinstance(tensor, torch.nn.Parameter)
+    gradient, tensor.grad = tensor.grad, None
+    give_memory(tensor, inside)
+    tensor.__class__ = kind
+    tensor.__dict__.pop("_is_param", None)
+    if was_parameter and not issubclass(kind, torch.nn.Parameter):
+        mark_parameter(tensor)
+    if gradient is not None and gradient.shape == tensor.shape:
+        tensor.grad = gradient.to(tensor)
+
+
+def mark_parameter(tensor: torch.Tensor) -> None:
+    """`isinstance(tensor, nn.Parameter)` from now on: how `nn.Parameter(…)` marks tensors of other classes."""
+    tensor._is_param = True
+
+
+def current_fake_mode() -> Any:
+    """The `fake_mode` that is on in this thread, or None; a subclass that it does not know is asked without being told."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def without_operation_modes() -> AbstractContextManager[Any]:
+    """Inside, no mode below torch functions (`OperationMode`, `fake_mode`) is on: for our own memory, which is to be real."""
+    return _disable_current_modes()

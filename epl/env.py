@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from epl.cluster.cluster import Cluster, count_cuda_devices, make_cluster, number_nodes
 from epl.cluster.communication import Job, speaking
+from epl.cluster.quiet import wait_for_gloo_threads
 from epl.cluster.surroundings import Surroundings, discover
 from epl.cluster.topology import Topology
 from epl.cluster.topology import setup_process_groups as make_topology
@@ -115,6 +116,7 @@ def init(config: Config | None = None) -> None:
         torch.cuda.set_device(cluster.device)
     if cluster.world_size > 1:
         registry.on_forward_scope = _refuse_forward_scope
+        registry.devices = cluster.world_size
     _watch_for_failure()
 
 
@@ -220,3 +222,4 @@ def _end() -> None:
         with contextlib.suppress(Exception):  # at exit nobody is left to tell
             Env._current.close()
         Env._current = None
+        wait_for_gloo_threads()

@@ -8,6 +8,7 @@
     ├── TopologyError        (ValueError)           axes that do not multiply to the world size, an unknown axis
     ├── StrategyError        (ValueError)           annotations: nested scopes, a scope in the wrong place
     ├── PlanError            (ValueError)           the annotations, the devices and the settings contradict each other
+    │   └── SplitError                              a part that cannot be split over so many ranks, or an operation on split values
     ├── RecordingError       (RuntimeError)         a forward that cannot be written down and cut into stages as it is
     ├── UsageError           (TypeError)            a call with the wrong kind of thing
     ├── DataError            (ValueError)           a loader or a list of files that cannot be divided
@@ -58,6 +59,10 @@ class StrategyError(EplError, ValueError):
 
 class PlanError(EplError, ValueError):
     """Annotations, devices and settings that contradict each other."""
+
+
+class SplitError(PlanError):
+    """A part that cannot be split over so many ranks, or an operation on split values that would be wrong."""
 
 
 class RecordingError(EplError, RuntimeError):

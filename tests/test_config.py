@@ -140,8 +140,6 @@ UNBUILT = {
     "amp.loss_scale": 128.0,
     "amp.dtype": "bfloat16",
     "optimizer.num_apply_group": 30,
-    "split.sequence_parallel": True,
-    "split.exact_dropout": True,
 }
 
 

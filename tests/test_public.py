@@ -29,6 +29,7 @@ def test_public_names():
         "global_sum",
         "init",
         "load_full_state_dict",
+        "nn",
         "no_sync",
         "num_replicas",
         "parallel",
@@ -39,8 +40,10 @@ def test_public_names():
         "set_default_strategy",
         "setup_process_groups",
         "split",
+        "split_rule",
         "taskgraphs",
         "unbatched",
+        "whole",
     ]
     for name in epl.__all__:
         assert getattr(epl, name).__doc__, f"{name} has no docstring"

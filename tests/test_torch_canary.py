@@ -403,3 +403,130 @@ def test_lbfgs_steps_the_parameters_of_its_list():
     assert p.tolist() == [1.0, 1.0]
     assert q.max().item() < 3.0
     assert list(optimizer.state) == [p]
+
+
+def test_a_functional_call_is_seen_from_inside():
+    seen = []
+
+    class Asks(nn.Linear):
+        def forward(self, x):
+            seen.append(_torch.inside_functional_call())
+            return super().forward(x)
+
+    module, x = Asks(2, 2), torch.ones(1, 2)
+    module(x)
+    torch.func.functional_call(module, {"weight": torch.zeros(2, 2)}, (x,))
+    module(x)
+    assert seen == [False, True, False]
+
+
+def test_a_mode_sees_factories_and_what_it_gives_is_taken():
+    seen = []
+
+    def answer(operation, args, kwargs):
+        seen.append(operation.name())
+        return operation(*args, **kwargs)
+
+    with _torch.OperationMode(answer):
+        torch.randn(2)
+        with _torch.without_operation_modes():
+            torch.zeros(2)
+        nn.Parameter(torch.Tensor(3)).data.uniform_()
+    assert seen[0] == "aten::randn"
+    assert "aten::zeros" not in seen
+    assert {"aten::detach", "aten::uniform_"} <= set(seen)
+    with _torch.fake_mode() as mode:
+        assert _torch.current_fake_mode() is mode
+        with _torch.without_operation_modes():
+            assert not _torch.is_fake(torch.ones(1))
+    assert _torch.current_fake_mode() is None
+
+
+def test_a_parameter_becomes_another_class_and_back_with_its_gradient_and_hooks():
+    class Bare(torch.Tensor):
+        __torch_function__ = _torch.NO_TORCH_FUNCTION
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError(func.name())
+
+    p, calls = nn.Parameter(torch.ones(2)), []
+    watch = weakref.ref(p)
+    p.register_hook(calls.append)
+    p.grad = torch.full((2,), 3.0)
+    twin = torch.empty(4, device="meta")[2:]
+    _torch.become(p, Bare, _torch.storageless(Bare, twin, torch.device("cpu")))
+    assert (type(p), isinstance(p, nn.Parameter), p.requires_grad, p.device.type) == (Bare, True, True, "cpu")
+    assert (p.shape, p.storage_offset()) == ((2,), 2)
+    with pytest.raises(NotImplementedError, match="aten::mul"):
+        p * 2
+    _torch.become(p, nn.Parameter, torch.ones(2))
+    assert type(p) is nn.Parameter
+    assert "_is_param" not in vars(p)
+    (p * 2).sum().backward()
+    assert p.grad.tolist() == [5, 5]
+    assert len(calls) == 1
+    assert watch() is p
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["uniform_", "normal_", "random_", "log_normal_", "cauchy_"])
+def test_random_numbers_may_be_drawn_in_pieces(name, dtype):
+    """As epl/graph/deferred/recipe.py says: pieces begin at multiples of 16 and end in one of at least 16 elements."""
+    for size in (32, 33, 48, 63, 4099):
+        torch.manual_seed(1)
+        whole = getattr(torch.empty(size, dtype=dtype), name)()
+        after = torch.rand(3)
+        torch.manual_seed(1)
+        pieces = [getattr(torch.empty(length, dtype=dtype), name)() for length in (16, size - 16)]
+        assert torch.equal(torch.cat(pieces), whole)
+        assert torch.equal(torch.rand(3), after)
+
+
+def test_compiled_functions_of_nn_dispatch_as_those_of_their_namespace():
+    seen: list[object] = []
+
+    class Watch(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    nn.functional.gelu(torch.ones(2).as_subclass(Watch))
+    assert seen[0] is _torch.nn_functions().gelu or seen[0] is nn.functional.gelu
+    assert callable(_torch.nn_functions().scaled_dot_product_attention)
+
+
+def test_a_wrapper_subclass_shows_a_shape_that_it_does_not_hold():
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("nothing is computed")
+
+    made = _torch.wrapper_subclass(Wrapper, torch.Size((1_000_000, 1_000_000)), torch.ones(2, dtype=torch.float64))
+    assert type(made) is Wrapper
+    assert made.shape == (1_000_000, 1_000_000)
+    assert made.dtype is torch.float64
+    made.note = 1  # attributes stay
+    assert made.note == 1
+
+
+def test_compiled_functions_run_as_written_where_asked():
+    import torch._dynamo.eval_frame  # what is loaded by torch.compile
+
+    traced: list[bool] = []
+
+    @torch.compile(backend="eager")
+    def double(x):
+        traced.append(torch.compiler.is_compiling())
+        return x * 2
+
+    undo = _torch.compiled_unless(lambda: True)
+    try:
+        assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
+    finally:
+        undo()
+    assert traced == [False]
+    traced.clear()
+    double(torch.ones(2))
+    assert traced == [True]

@@ -14,13 +14,20 @@ ENOUGH_PAIRS = 6  # that all of 5 lie on one side of the true median happens in 
 class Ratio:
     """The median of paired ratios, with an interval that holds the true median with 95 % confidence.
 
-    Of few pairs the interval is the whole range that was seen: its confidence is then lower (50 % of two pairs).
+    Of few pairs the interval is the whole range that was seen: its confidence is then lower (50 % of two pairs). What is `counted`
+    rather than measured is the same in every run: any number of pairs will do.
     """
 
     value: float
     low: float
     high: float
     pairs: int
+    counted: bool = False
+
+    @property
+    def sure(self) -> bool:
+        """Whether the interval has its confidence."""
+        return self.counted or self.pairs >= ENOUGH_PAIRS
 
     def __str__(self) -> str:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f}, {self.pairs} pairs)"

@@ -1,7 +1,8 @@
-"""What a benchmark says in the end: a line per bar, an exit code, a table and a plot."""
+"""What a benchmark is asked, and what it says in the end: a line per bar, an exit code, a table and a plot."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .ratio import ENOUGH_PAIRS, Ratio
+from .ratio import Ratio
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -29,7 +30,7 @@ class Bar:
 
     @property
     def short(self) -> bool:
-        return self.ratio.low > self.limit and self.ratio.pairs >= ENOUGH_PAIRS
+        return self.ratio.low > self.limit and self.ratio.sure
 
     def __str__(self) -> str:
         return f"bar {self.name} {self.ratio.value:.3f} {self.limit:.3f} {'short' if self.short else 'ok'}"
@@ -53,6 +54,19 @@ class Section:
     columns: tuple[str, str]
     """What a row is, what its ratio is made of."""
     rows: Sequence[Row]
+
+
+def quick_wanted(description: str | None) -> bool:
+    """Whether `--quick` is on the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small and few: less than a minute")
+    return parser.parse_args().quick
+
+
+def bars_of(sections: Iterable[Section]) -> list[Bar]:
+    """The rows that have a limit."""
+    rows = [row for section in sections for row in section.rows]
+    return [Bar(row.name, row.ratio, row.limit) for row in rows if row.limit is not None]
 
 
 def finish(bars: Sequence[Bar]) -> int:

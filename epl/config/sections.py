@@ -217,13 +217,11 @@ class AutoSettings:
 class SplitSettings:
     """How the parts under `epl.split` compute."""
 
-    today: ClassVar[str] = "data parallelism, epl.replicate(1)"
-
     sequence_parallel: Annotated[
-        bool, About("Cut what lies between split operators along the sequence.", ours=True, built=False)
+        bool, About("Cut what lies between split operators along the sequence.", ours=True)
     ] = False
     exact_dropout: Annotated[
-        bool, About("Draw the dropout mask of one device, at the cost of drawing it whole.", ours=True, built=False)
+        bool, About("Draw the dropout mask of one device, at the cost of drawing it whole.", ours=True)
     ] = False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TypeGuard
 
 import numpy as np
@@ -43,6 +43,25 @@ def cut_rows(batch: object, start: int, stop: int) -> object:
 def join_rows(batches: Sequence[object]) -> object:
     """Ready batches put together to one, along the rows."""
     return batches[0] if len(batches) == 1 else _rebuild(batches, _join)
+
+
+_SAMPLED = 16  # elements of each tensor
+
+
+def sample_digest(tensors: Iterable[torch.Tensor]) -> str:
+    """A fingerprint of a few elements of each of these tensors: what differs as a whole (noise, another batch) differs in it.
+
+    Cheap enough for every step on the CPU; of tensors elsewhere, where it would wait for the device, only shapes count.
+    """
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        state.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.numel():
+            steps = [slice(None, None, max(1, size // 4)) for size in tensor.shape[:2]]
+            few = tensor.detach()[tuple(steps)].reshape(-1) if tensor.ndim else tensor.detach().reshape(1)
+            few = few[:: max(1, few.numel() // _SAMPLED)][:_SAMPLED]
+            state.update(few.contiguous().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
 
 
 def digest(sample: object) -> str:

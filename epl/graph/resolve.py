@@ -6,7 +6,8 @@ A thing belongs to the first of these that exists:
     2. the tag by a scope or by `annotate` of the nearest module around it
     3. its own tag by a default strategy, then that of the nearest module around it
     4. the first default strategy in force (it was built before there was one)
-    5. the model's only TaskGraph; beside several it is *uncovered* (it goes to its first consumer, once that is known)
+    5. the model's only TaskGraph, if that is a `replicate`; else it is *uncovered* (beside several it goes to its first consumer, once
+       that is known; beside a `split` alone all its devices compute it alike)
 
 So a default strategy takes exactly what would be uncovered without it: weight norm put on a scope's layer later, or the
 layers that `nn.TransformerEncoder` copies inside a scope, stay with that scope.
@@ -126,7 +127,7 @@ def taskgraphs_of(model: nn.Module, registry: Registry) -> TaskGraphs:
     implicit = not graphs
     if implicit:
         graphs = [TaskGraph("model", "replicate", 1, 0, "implicit")]
-    if len(graphs) == 1:
+    if len(graphs) == 1 and graphs[0].kind == "replicate":  # beside a split, it is computed alike on all its devices
         walk.give_uncovered_to(graphs[0])
     _refuse_same_names(graphs)
     hollow = [t for t in walk.hollow_scopes() if t not in registry.unused()]

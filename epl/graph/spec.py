@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,14 @@ class Spec(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return self.shape.numel() * self.dtype.itemsize
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 Kinds = type[Any] | tuple[type[Any], ...]

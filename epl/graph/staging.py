@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from epl.graph.cost import Cost
 from epl.graph.record import RecordedCall
+from epl.graph.record.describe import name_of
 from epl.graph.record.steps import assign, changed, is_drawn, is_packing, is_part
 from epl.plan.nodes import GraphNode, NodeKind
 from epl.plan.stageplan import StagePlan
@@ -138,7 +139,7 @@ class _Things:
             assert isinstance(owner, nn.Module)
             path = f"{self._paths[owner]}.{name}".lstrip(".")
             return _Thing("glue", f"{path} = …", buffers=(self._buffers[path],))
-        return _Thing("packing" if is_packing(node) else "glue", getattr(node.target, "__name__", target))
+        return _Thing("packing" if is_packing(node) else "glue", name_of(node))
 
 
 def _first_names(named: Iterable[tuple[str, object]]) -> dict[str, str]:

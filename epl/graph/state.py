@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from epl.errors import StrategyError
 from epl.graph import frames
+from epl.graph.deferred import Deferring
 from epl.graph.tagging import Tagger, module_tag, watch_calls
 from epl.graph.taskgraph import Annotation, Tag, TaskGraph
 
@@ -25,6 +26,8 @@ class _Scope:
     tag: Tag | None
     """What is built inside gets this; None in a scope inside a forward, which tags nothing."""
     watch: RemovableHandle | None = None
+    deferring: Deferring | None = None
+    """What keeps large parameters of a part under `split` without memory."""
 
 
 class _OpenScopes(threading.local):
@@ -43,6 +46,8 @@ class Registry:
 
     def __init__(self) -> None:
         self.on_forward_scope: Callable[[Annotation], None] | None = None
+        self.devices = 1
+        """How many devices the run has. On one, a part under `split` is built as any other."""
         self._scopes = _OpenScopes()
         self._tagger = Tagger(self._current_tag)
         self._default: TaskGraph | None = None
@@ -60,6 +65,7 @@ class Registry:
         self.refuse_inside_scope("epl.init()")
         self.set_default(None)
         self.on_forward_scope = None
+        self.devices = 1
         self._begin()
 
     @contextlib.contextmanager
@@ -166,7 +172,11 @@ class Registry:
         else:
             tag = Tag(self.open(annotation), "scope")
             self._tagger.acquire()
-            self._scopes.stack.append(_Scope(annotation, tag, watch_calls(self._refuse_call)))
+            cut = annotation.kind == "split" and annotation.device_count > 1 and self.devices > 1
+            deferring = Deferring() if cut else None
+            self._scopes.stack.append(_Scope(annotation, tag, watch_calls(self._refuse_call), deferring))
+            if deferring is not None:
+                deferring.begin()
 
     def leave(self) -> None:
         """Close the scope that `enter` opened in this thread."""
@@ -174,6 +184,8 @@ class Registry:
         if scope.watch is not None:
             scope.watch.remove()
             self._tagger.release()
+        if scope.deferring is not None:
+            scope.deferring.end()
 
     def _current_tag(self) -> Tag | None:
         if self._scopes.stack:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from epl import _torch
@@ -38,8 +40,11 @@ from epl.parallel.growth import growth
 from epl.parallel.hook import ModuleHook
 from epl.parallel.sparse import reduce_sparse, sparse_parameters
 from epl.parallel.words import GroupWords, Meet
+from epl.report.log import warn
 
 Named = tuple[str, nn.Parameter]
+averaged: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""By id, what the user has averaged over all ranks: a gradient of his own may be one of these."""
 _SPARSE, _BUFFERS, _OTHER_BUFFERS, _FIRST_BUCKET = 1, 2, 4, 3  # bits that ranks tell each other; buckets from bit 3 on
 
 
@@ -108,6 +113,7 @@ class GradientReducer:
         self._held = False  # gradients leave as they come, but backward does not wait for them
         self._ignored: frozenset[int] = frozenset()  # by id: parameters whose gradients are somebody else's for now
         self._session: _Session | None = None
+        self._travelled: set[int] = set()  # by id: parameters whose gradients were reduced since they had none
         self._all: list[Named] = []
         self._all_as_of = -1
         self._signature: tuple[object, ...] = ()
@@ -116,6 +122,7 @@ class GradientReducer:
         self._module_hooks = [
             module.register_forward_pre_hook(ModuleHook(self._before_forward)),
             module.register_forward_hook(ModuleHook(self._after_forward)),
+            register_optimizer_step_pre_hook(self._before_step),
         ]
         growth.watch()
         self.refresh()
@@ -275,6 +282,27 @@ class GradientReducer:
             self._launch(session.next, 1.0)
             session.next += 1
 
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Say so if the optimizer is given gradients that differ from rank to rank: replicas would drift apart unnoticed."""
+        if self.policy.when == "step":
+            return  # whatever is there is sent now
+        own: list[str] = []
+        names: dict[int, str] | None = None
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            gradient, key = parameter.grad, id(parameter)
+            if gradient is None:
+                self._travelled.discard(key)
+            elif key not in self._travelled and averaged.get(id(gradient)) is not gradient:
+                names = names or {id(p): name for name, p in self.parameters()}
+                if key in names and parameter.requires_grad:
+                    own.append(names[key])
+        if own:
+            warn(
+                f"the optimizer is about to use gradients of {len(own)} parameters ({', '.join(own[:3])}) that no backward pass has "
+                f"reduced over the {self.size} ranks that train them: made by torch.autograd.grad, set by hand, or left by no_sync. Every "
+                "rank would go its own way. Use loss.backward(), or average them first: p.grad = epl.global_mean(gradient)"
+            )
+
     # ---- one backward pass -----------------------------------------------------------------------------------------
 
     def _begin(self) -> _Session:
@@ -318,6 +346,7 @@ class GradientReducer:
                 self._buffers.send(moved, as_last_time=not bits & _OTHER_BUFFERS)
             if self._order is None and self.policy.when == "backward":
                 self._settle_order(session.order)
+        self._travelled = {id(p) for _, p in self.parameters() if p.grad is not None}
         self._session = None
 
     def _reduce_sparse(self, parameters: list[nn.Parameter], factor: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from epl.plan.memory import Memory
 from epl.plan.nodes import GraphNode
+from epl.plan.ordering import after_what_feeds_them
 
 
 class Assignment:
@@ -81,13 +82,31 @@ class Assignment:
             bound |= more
 
     def _order(self) -> tuple[str, ...]:
-        """The TaskGraphs by first execution; glue of a TaskGraph's bare parameters and inputs executes it too."""
+        """The TaskGraphs, each after those that feed it, else by first execution; glue of a TaskGraph's bare parameters and
+        inputs executes it too."""
         names: dict[str, None] = {}
         for node in self.nodes.values():
             if node.kind in ("leaf", "glue"):
-                found = [node.taskgraph] if node.taskgraph is not None else self._owners_of_root(node)
-                names.update(dict.fromkeys(found))
-        return tuple(names)
+                names.update(dict.fromkeys(self._owners(node)))
+        return after_what_feeds_them(tuple(names), self._feeds())
+
+    def _feeds(self) -> dict[str, set[str]]:
+        """For every TaskGraph those whose values it uses, also through what belongs to none: with its users' stages in order,
+        that can be on a stage between."""
+        feeds: dict[str, set[str]] = {}
+        sources: dict[int, set[str]] = {}
+        for index, node in self.nodes.items():
+            sources[index] = set().union(*(sources[each] for each in self.needs[index]))
+            own = self._owners(node) if self._is_staged(index) else []
+            if own:
+                for name in own:
+                    feeds.setdefault(name, set()).update(sources[index] - {name})
+                sources[index] = set(own)
+        return feeds
+
+    def _owners(self, node: GraphNode) -> list[str]:
+        """Its own TaskGraph or, of glue without another producer, its parameters'."""
+        return [node.taskgraph] if node.taskgraph is not None else self._owners_of_root(node)
 
     def _owners_of_root(self, node: GraphNode) -> list[str]:
         """The TaskGraphs of the parameters that decide where this glue runs: none if it has another producer."""
@@ -123,8 +142,7 @@ class Assignment:
 
     def _fixed(self, node: GraphNode) -> int | None:
         """The stage by its own TaskGraph or, of glue without another producer, by its parameters' TaskGraph."""
-        owners = [node.taskgraph] if node.taskgraph is not None else self._owners_of_root(node)
-        return max((self.stage_of_taskgraph.get(owner, self.last) for owner in owners), default=None)
+        return max((self.stage_of_taskgraph.get(owner, self.last) for owner in self._owners(node)), default=None)
 
     def _wanted(self) -> dict[int, int]:
         """For nodes without a TaskGraph the first stage that uses them, seen through glue that has no other reason to be

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from epl.errors import PlanError, list_problems
 from epl.plan.batch import Rows, global_batch, share_rows
+from epl.plan.bridges import BridgePlan, Crossing, describe_bridges, make_bridges
 from epl.plan.placement import Layout, PlacedTaskGraph, place
 from epl.plan.schedule import Schedule, make_schedule
 from epl.plan.spec import ClusterShape, PlanSettings, TaskGraphSpec
@@ -50,6 +51,8 @@ class Plan:
     """Of a staged plan, once a forward has been recorded: what every stage computes, in order of execution."""
     reason: str = ""
     """Why the stages are as they are, if epl chose them."""
+    bridges: tuple[BridgePlan, ...] = ()
+    """Once a forward has been recorded: what goes from the layout of one TaskGraph to that of another."""
 
     @property
     def world_size(self) -> int:
@@ -144,6 +147,10 @@ class Plan:
         ordered.schedule()  # refuses what does not fit it
         return replace(ordered, stages=tuple(stages), reason=reason)
 
+    def with_bridges(self, crossings: Sequence[Crossing]) -> Plan:
+        """The plan with how these values go from TaskGraph to TaskGraph."""
+        return replace(self, bridges=make_bridges(self.layout, self.taskgraphs, crossings))
+
     def schedule(self) -> Schedule:
         """The order of forwards and backwards on the devices of one replica; PlanError if the settings contradict it."""
         chunks = self.settings.num_chunks
@@ -165,6 +172,8 @@ class Plan:
             )
         if replicas > 1:
             lines.append(f"gradients: {self.settings.gradients_reduce_method} over {replicas} replicas")
+        if self.bridges:
+            lines.append(describe_bridges(self.bridges))
         if self.reason:
             lines.append(self.reason)
         return "\n".join(lines)
@@ -187,7 +196,8 @@ class Plan:
             taskgraph["devices"] = [list(ranks) for ranks in taskgraph["devices"]]
         for stage in data["stages"]:
             stage["modules"], stage["tied"] = list(stage["modules"]), list(stage["tied"])
-        data["taskgraphs"], data["stages"] = list(data["taskgraphs"]), list(data["stages"])
+        for name in ("taskgraphs", "stages", "bridges"):
+            data[name] = list(data[name])
         data["cluster"]["node_of_rank"] = list(data["cluster"]["node_of_rank"])
         return data
 
@@ -209,6 +219,7 @@ class Plan:
                     for stage in fields["stages"]
                 ),
                 reason=fields["reason"],
+                bridges=tuple(BridgePlan(**bridge) for bridge in fields["bridges"]),
             )
         except (KeyError, TypeError) as error:
             raise PlanError(f"this is not a plan written by Plan.to_dict of this version of epl: {error!r}") from error

@@ -1,6 +1,7 @@
 """Which stage computes what of a recorded forward, and what travels between the stages.
 
-Stage i is the i-th TaskGraph in the order of first execution. What a scope covers runs in its TaskGraph; for the rest:
+A TaskGraph is a stage after all those that feed it; where that leaves a choice, they come in the order of first execution. What
+a scope covers runs in its TaskGraph; for the rest:
 
     module          to its first consumer, through glue; if none has a stage, to its latest producer; else to the last
     glue            to its latest producer

@@ -58,6 +58,8 @@ def collect(value: torch.Tensor, key: GraphKeys) -> None:
     """Add a value now; a forward that was written down calls this wherever the user's calls `add_to_collection`."""
     if _torch.backward_id() != -1 and inside_checkpoint():
         return  # a forward that is computed again for its backward has added it already
+    if _torch.fake_mode_is_on():
+        return  # a forward that is tried without numbers, to see what it costs or how it is split
     _process.watch()
     node = running_node()
     _process.collections.add(key, value.detach().clone(), None if node is None else node.meta["number"])

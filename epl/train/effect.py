@@ -23,6 +23,8 @@ def settings_without_effect(config: Config, plan: Plan) -> list[str]:
         reasons["io.unbalanced_io_slicing"] = reasons["io.drop_last_files"] = "io.slicing is off"
     elif config.io.unbalanced_io_slicing:
         reasons["io.drop_last_files"] = "io.unbalanced_io_slicing keeps the remaining files"
+    if "split" not in plan.needs():
+        reasons["split.sequence_parallel"] = reasons["split.exact_dropout"] = "nothing is split over several devices"
     if len(plan.taskgraphs) == 1:
         reasons["cluster.colocate_split_and_replicate"] = "there is one TaskGraph"
     if plan.layout != "staged":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,14 +16,15 @@ from epl.graph import TaskGraphs, registry, taskgraphs_of
 from epl.graph.automatic import automatic_specs, choose_stages, unit_of
 from epl.graph.blocks import find_units
 from epl.graph.cost import leaf_costs
+from epl.graph.crossings import module_crossings
 from epl.graph.forward_scopes import forward_scopes
 from epl.graph.owners import owners_of, parameter_owners
 from epl.graph.record import RecordedCall, Recordings
 from epl.graph.record.modules import TaskGraphOf
-from epl.graph.staging import graph_nodes, stage_plans, wanted_at_home
-from epl.plan import ClusterShape, Plan, PlanSettings, StagePlan, TaskGraphSpec, cut_stages, make_plan
+from epl.graph.staging import graph_nodes, wanted_at_home
+from epl.plan import ClusterShape, Plan, PlanSettings, TaskGraphSpec, cut_stages, make_plan
 from epl.plan.stageplan import live_micro_batches
-from epl.train.cut.sources import AutomaticChoice
+from epl.train.cut.sources import AutomaticChoice, crossings, in_stages
 
 
 def plan(
@@ -87,8 +87,16 @@ class _Foreseen:
         scopes = forward_scopes(self._model)
         inside = bool(scopes.annotations or scopes.unknown)
         specs = taskgraphs.specs()
-        if not self.has_inputs or cluster.world_size == 1 or settings.colocate or (len(specs) == 1 and not inside):
+        if not self.has_inputs or cluster.world_size == 1 or (len(specs) == 1 and not inside):
             return make_plan(specs, cluster, settings)
+        if settings.colocate:
+            made = make_plan(specs, cluster, settings)
+            if "bridge" not in made.needs():
+                return made
+            recorded = self._record(owners_of(self._model, taskgraphs))
+            return _with_rows(made, recorded.rows).with_bridges(
+                module_crossings(recorded, settings.num_micro_batch, ranks=1)
+            )
         recorded = self._record(owners_of(self._model, taskgraphs))
         nodes = graph_nodes(recorded, self._model)
         if inside:
@@ -101,7 +109,7 @@ class _Foreseen:
         cut = cut_stages(nodes, taskgraphs=names, parameters=owners, home=wanted_at_home(recorded))
         costs = leaf_costs(recorded, self._model, settings.num_micro_batch, self._device)
         made = _with_rows(made, recorded.rows).in_order(cut.order)
-        return made.with_stages(_on_each_device(stage_plans(recorded, self._model, cut, costs), made))
+        return in_stages(made, recorded, self._model, cut, costs)
 
     def automatic(self, made: Plan) -> Plan:
         """The plan with stages that epl chooses."""
@@ -113,26 +121,11 @@ class _Foreseen:
         names = [t.name for t in made.taskgraphs]
         owners = chosen.owners(self._model)
         cut = cut_stages(nodes, taskgraphs=names, parameters=owners, home=wanted_at_home(recorded))
-        stages = stage_plans(recorded, self._model, cut, costs)
-        return _with_rows(made, recorded.rows).with_stages(stages, "\n".join([chosen.cut.reason, *crossings(made)]))
+        reason = "\n".join([chosen.cut.reason, *crossings(made)])
+        return in_stages(_with_rows(made, recorded.rows), recorded, self._model, cut, costs, reason=reason)
 
     def _record(self, leaf_of: TaskGraphOf) -> RecordedCall:
         return Recordings(self._model, leaf_of, device=self._device).of(self._args, self._kwargs, 1)
-
-
-def crossings(made: Plan) -> list[str]:
-    """What is to be said if the stages of a replica are on several nodes."""
-    node = made.cluster.node_of_rank
-    found = [
-        f"{before.name} and {after.name}"
-        for before, after in pairwise(made.taskgraphs)
-        if any(
-            {node[rank] for rank in left} != {node[rank] for rank in right}
-            for left, right in zip(before.devices, after.devices, strict=True)
-        )
-    ]
-    text = f"stages span nodes: values cross between {', '.join(found)}. That takes nothing more than their order"
-    return [text] if found else []
 
 
 def _with_forward_scopes(specs: Sequence[TaskGraphSpec], executed: Sequence[str | None]) -> tuple[TaskGraphSpec, ...]:
@@ -148,15 +141,6 @@ def _with_rows(made: Plan, rows: int) -> Plan:
     micro_batch, rest = divmod(rows, made.settings.num_micro_batch)
     known = micro_batch if micro_batch and not rest else None
     return replace(made, settings=replace(made.settings, micro_batch=known))
-
-
-def _on_each_device(stages: Sequence[StagePlan], made: Plan) -> list[StagePlan]:
-    """The stages with the activations of one device: a wide stage divides its rows."""
-    shares = [t.width if t.kind == "replicate" else 1 for t in made.taskgraphs]
-    return [
-        stage if stage.activations is None else replace(stage, activations=stage.activations // share)
-        for stage, share in zip(stages, shares, strict=True)
-    ]
 
 
 def _cluster(env: Env, num_devices: int | None, devices_per_node: int | None) -> ClusterShape:

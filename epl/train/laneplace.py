@@ -26,9 +26,16 @@ class LanePlace:
     """A place among logical devices that are one or several ranks each. Groups are made once and kept; all ranks ask together."""
 
     def __init__(
-        self, devices: Sequence[Sequence[Ranks]], job: Job, *, num_chunks: int = 1, home: bool = False
+        self,
+        devices: Sequence[Sequence[Ranks]],
+        job: Job,
+        *,
+        num_chunks: int = 1,
+        home: bool = False,
+        copied: frozenset[int] = frozenset(),
     ) -> None:
-        """`devices`: for each logical device its ranks in every replica (`PlacedTaskGraph.devices` of the first round)."""
+        """`devices`: for each logical device its ranks in every replica (`PlacedTaskGraph.devices` of the first round); those `copied`
+        divide parameters, not rows."""
         self._devices, self._job = devices, job
         self.num_devices, self.num_chunks, self.num_replicas = len(devices), num_chunks, len(devices[0])
         where = ((d, r) for d, replicas in enumerate(devices) for r, ranks in enumerate(replicas) if job.rank in ranks)
@@ -41,7 +48,9 @@ class LanePlace:
         index = {rank: n for n, rank in enumerate(self.pipe_ranks)}
         peers = [tuple(index[rank] for rank in replicas[self.replica]) for replicas in devices]
         last = [peers[-1][:1]] if home else []
-        self.lanes = Lanes((*peers * num_chunks, *last), index[job.rank])
+        stages = frozenset(device + chunk * len(devices) for device in copied for chunk in range(num_chunks))
+        self.lanes = Lanes((*peers * num_chunks, *last), index[job.rank], stages)
+        self._copied = copied
         self._replica_groups: list[dist.ProcessGroup] = []
         self._pipe_group: dist.ProcessGroup | None = None
         self._lane_group: dist.ProcessGroup | None = None
@@ -56,12 +65,27 @@ class LanePlace:
 
         Lanes' gradients add up while the reducer averages over width × replicas ranks, so the width is multiplied in.
         """
-        return self.width * of_replica
+        return self.sharing * of_replica
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the lanes of this rank's stages all have the same rows, and their parameters are split."""
+        return self.device in self._copied
+
+    @property
+    def sharing(self) -> int:
+        """Ranks of this replica with the same parameters, and gradients that add up."""
+        return 1 if self.is_copied else self.width
 
     def replica_group(self, number: int) -> dist.ProcessGroup:
-        """The `number`-th group over all ranks with this rank's stages: their lanes, in every replica."""
+        """The `number`-th group over all ranks with this rank's stages: their lanes (of a split the same one), in every replica."""
         while len(self._replica_groups) <= number:
-            ranks = [tuple(rank for each in replicas for rank in each) for replicas in self._devices]
+            ranks: list[Ranks] = []
+            for device, replicas in enumerate(self._devices):
+                if device in self._copied:
+                    ranks += zip(*replicas, strict=True)
+                else:
+                    ranks.append(tuple(rank for each in replicas for rank in each))
             self._replica_groups.append(self._make(ranks))
         return self._replica_groups[number]
 

@@ -13,6 +13,7 @@ from epl.cluster.communication import Job, speaking
 from epl.data import active_share
 from epl.env import Env
 from epl.errors import UsageError
+from epl.parallel.reducer import averaged
 from epl.train.lazy import LazyTensor, node_of
 from epl.train.lazy.read import read
 from epl.train.replicas import Replicas
@@ -45,7 +46,9 @@ def global_mean(value: torch.Tensor | float) -> torch.Tensor:
         tensor = tensor.to(torch.get_default_dtype())
     share = active_share()
     weight = share.weight if share is not None else 1.0
-    return _add_up(tensor * (weight / job.world_size), job, "epl.global_mean")
+    found = _add_up(tensor * (weight / job.world_size), job, "epl.global_mean")
+    averaged[id(found)] = found
+    return found
 
 
 def global_sum(value: torch.Tensor | float) -> torch.Tensor:

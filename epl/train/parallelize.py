@@ -58,7 +58,7 @@ def parallelize(
         _tell(taskgraphs, plan, env.config)
         if plan.layout != "staged":
             registry.on_forward_scope = None  # on shared devices there is nothing to do for scopes in the forward
-        replicas = Replicas(env, model, plan, source)
+        replicas = Replicas(env, model, plan, source, taskgraphs)
         env.plan = plan
     replicas.take(arguments, loss_fn)
     everything = (model, *optimizers_and_loaders)
@@ -70,7 +70,8 @@ def _batch_size(loaders: tuple[DataLoader[object], ...]) -> int | None:
 
 
 def _refuse_what_is_not_built(plan: Plan) -> None:
-    missing = plan.needs() - {"data_parallel", "pipeline", "interleaved", "wide_stage", "micro_batches"}
+    built = {"data_parallel", "pipeline", "interleaved", "wide_stage", "micro_batches", "split", "bridge"}
+    missing = plan.needs() - built
     if missing:
         strategies = ", ".join(f"{t.name}: {t.strategy}" for t in plan.taskgraphs)
         raise NotBuiltError(

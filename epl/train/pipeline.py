@@ -16,6 +16,7 @@ from epl.env import Env, setup_process_groups
 from epl.errors import PlanError, UsageError
 from epl.graph.collections import CollectingCall
 from epl.parallel.pipeline.executor import Program
+from epl.parallel.pipeline.mailbox import Mailbox
 from epl.parallel.pipeline.parcel import Form, put_together, take_apart
 from epl.parallel.pipeline.stage import Backward
 from epl.plan.batch import cut_evenly
@@ -81,6 +82,10 @@ class Pipeline:
         last = self.place.num_stages - 1
         self.programs = {index: ChainStage(index, index == last) for index in self.place.stages}
         self.transport = self.place.make_transport()
+        # Not one for each set-up: a rank that always has the same modules has one set-up where others take turns between several,
+        # and both ends of an edge must remember the same forms. Two, since in an evaluation nothing needs a gradient.
+        devices = self.place.num_devices
+        self._mailboxes = Mailbox(self.transport, devices), Mailbox(self.transport, devices)
         self._setups: list[StageSetUp] = []
         self._rehearsed = Rehearsed()
         self._share_of_rows = 1.0
@@ -257,6 +262,7 @@ class Pipeline:
             backward,
             self.programs,
             self.transport,
+            self._mailboxes,
             reduce_policy(self._env.config),
             self._env.config.communication.num_communicators,
             self._factor,

@@ -30,6 +30,8 @@ from epl.data import (
 )
 from epl.env import Env
 from epl.errors import PlanError, RanksDisagreeError
+from epl.graph import TaskGraphs
+from epl.graph.deferred import is_deferred
 from epl.parallel import GradientReducer, ReducePolicy, copy_from_first, sync_batch_norm
 from epl.parallel.clip_torch import install_clipping
 from epl.parallel.hook import ModuleHook
@@ -37,15 +39,18 @@ from epl.parallel.reducer import Named
 from epl.plan import Plan
 from epl.report.log import notice, warn
 from epl.train.arguments import Arguments
+from epl.train.lazy.foreign import ForeignParameter
 from epl.train.lbfgs import step_whole_vectors
 from epl.train.meta import MetaModel
 from epl.train.policy import reduce_policy
 from epl.train.scaling import agree_on_unscaling
+from epl.train.split.cutting import agree_on_deferred
 from epl.train.weights import replica_factor, row_factor, within_replica
 
 if TYPE_CHECKING:
     from epl.train.cut.model import CutModel
     from epl.train.cut.sources import StageSource
+    from epl.train.split.shared import SharedSplit
 
 _parallelized: list[Replicas] = []  # since epl.init; its close() takes them out
 
@@ -60,7 +65,7 @@ class Replicas:
         False, k > 1     one over the replica's ranks during backward, one over replicas at the step
     """
 
-    def __init__(self, env: Env, model: nn.Module, plan: Plan, source: StageSource) -> None:
+    def __init__(self, env: Env, model: nn.Module, plan: Plan, source: StageSource, taskgraphs: TaskGraphs) -> None:
         self.model, self.plan, self._env = model, plan, env
         self._job = env.job("epl.parallelize")
         self.optimizers: list[Optimizer] = []
@@ -69,6 +74,10 @@ class Replicas:
         """Trained parameters that are not the model's: of a loss, or of an optimizer only."""
         self.cut: CutModel | None = None
         """What stands in for the model's forward, if it runs in stages or micro batches."""
+        self.split: SharedSplit | None = None
+        """The parts under split, on devices that all TaskGraphs share."""
+        self._looked_at: tuple[int, ...] = ()
+        """The parameters in which `_unknown_parameters` has looked for unknown ones."""
         self.meta = MetaModel(model, self._job)
         self._undo: list[Callable[[], None]] = []
         self.reducers: list[GradientReducer] = []
@@ -84,15 +93,21 @@ class Replicas:
             hook = ModuleHook(self.meta.refuse_plain_load)
             self._undo.append(model.register_load_state_dict_pre_hook(hook).remove)  # type: ignore[no-untyped-call]
         if plan.world_size > 1:
-            self._make_equal([*model.parameters(), *model.buffers()])
-            if plan.layout != "staged":  # else every rank keeps only its part, once it is known which
+            if "split" in plan.needs():
+                agree_on_deferred(self._job, model)
+            self._make_equal([*(p for p in model.parameters() if not is_deferred(p)), *model.buffers()])
+            if plan.layout == "colocated" and "split" in plan.needs():  # what is cut is known at the first call
+                from epl.train.split.shared import SharedSplit  # it needs this class in turn
+
+                self.split = SharedSplit(env, model, self, taskgraphs)
+            elif plan.layout != "staged":  # else every rank keeps only its part, once it is known which
                 self._sync_batch_norm()
                 self.reducers = self._make_reducers()
                 self._undo += [reducer.close for reducer in self.reducers]
             # Of every optimizer: one that is made later, and never given to parallelize, must not escape.
             self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
             if plan.layout == "staged" or not env.config.communication.clip_after_allreduce:
-                self._undo.append(agree_on_unscaling(self.trains, self._any_rank))
+                self._undo.append(agree_on_unscaling(self.trains, self.any_rank))
             if plan.layout == "staged":
                 self._undo.append(step_whole_vectors(self))
         if plan.layout == "staged" or plan.settings.num_micro_batch > 1:
@@ -182,8 +197,8 @@ class Replicas:
         if everywhere or self.plan.parts > 1:
             # A group of its own: statistics travel in the middle of backward, between buckets that may come in another
             # order on another rank.
-            group = self._new_group() if everywhere else self._new_groups(self._ranks_of_replicas())
-            synced = sync_batch_norm(self.model, group, factor=self._factor, counted=_rows_count, guard=self._guard)
+            group = self._new_group() if everywhere else self.new_groups(self._ranks_of_replicas())
+            synced = sync_batch_norm(self.model, group, factor=self.factor, counted=_rows_count, guard=self.guard)
             self._undo.append(synced.undo)
 
     # ---- gradients -------------------------------------------------------------------------------------------------
@@ -193,15 +208,15 @@ class Replicas:
         plan = self.plan
         policy = reduce_policy(self._env.config, "backward" if settings.clip_after_allreduce else "step")
         if settings.clip_after_allreduce or plan.parts == 1:
-            factor = self._factor if settings.clip_after_allreduce else self._replica_factor
+            factor = self.factor if settings.clip_after_allreduce else self.replica_factor
             first, *others = self._env.communicators()
             return [self._reducer(first, policy, factor, communicators=others)]
         replicas = self._ranks_of_replicas()
-        inside, across = self._new_groups(replicas), self._new_groups([list(r) for r in zip(*replicas, strict=True)])
+        inside, across = self.new_groups(replicas), self.new_groups([list(r) for r in zip(*replicas, strict=True)])
         within = dataclasses.replace(policy, when="backward")
         return [
             self._reducer(inside, within, lambda: plan.parts * within_replica(plan.parts, active_share())),
-            self._reducer(across, policy, self._replica_factor),
+            self._reducer(across, policy, self.replica_factor),
         ]
 
     def _reducer(
@@ -213,7 +228,7 @@ class Replicas:
             policy=policy,
             factor=factor,
             meet=self._meet,
-            guard=self._guard,
+            guard=self.guard,
             on_new=self.on_new,
             **more,
         )
@@ -222,20 +237,22 @@ class Replicas:
         return [list(self.plan.replica_ranks(replica)) for replica in range(self.plan.num_replicas)]
 
     def _new_group(self) -> dist.ProcessGroup:
-        return self._new_groups([list(range(self.plan.world_size))])
+        return self.new_groups([list(range(self.plan.world_size))])
 
-    def _new_groups(self, ranks: list[list[int]]) -> dist.ProcessGroup:
+    def new_groups(self, ranks: list[list[int]]) -> dist.ProcessGroup:
         """The one of these groups that this rank is in; all ranks make them together."""
         with speaking(self._job, "making process groups"):
             made = dist.new_subgroups_by_enumeration(ranks, timeout=self._job.timeout)  # type: ignore[no-untyped-call]
         group: dist.ProcessGroup = made[0]
         return group
 
-    def _factor(self) -> float:
+    def factor(self) -> float:
+        """What this rank's gradients count for in an average over all ranks."""
         plan = self.plan
         return row_factor(plan.settings.gradients_reduce_method, plan.world_size, plan.parts, active_share())
 
-    def _replica_factor(self) -> float:
+    def replica_factor(self) -> float:
+        """What the replica's gradient counts for in an average over replicas."""
         plan = self.plan
         return replica_factor(plan.settings.gradients_reduce_method, plan.num_replicas, plan.parts, active_share())
 
@@ -243,7 +260,8 @@ class Replicas:
         meeting = self._job.meet(self._title(what), bits)
         return lambda: meeting.wait().union
 
-    def _guard(self, what: str) -> AbstractContextManager[None]:
+    def guard(self, what: str) -> AbstractContextManager[None]:
+        """Inside, c10d's errors become epl's, with this model named."""
         return speaking(self._job, self._title(what))
 
     def _title(self, what: str) -> str:
@@ -270,13 +288,20 @@ class Replicas:
             self._undo.append(self.model.register_forward_pre_hook(ModuleHook(self._before_forward)).remove)
 
     def _unknown_parameters(self) -> list[Named]:
-        known = {id(p) for r in _parallelized for p in r.looked_after()}
         held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return [(f"outside.{len(self.outside) + n}", p) for n, p in enumerate(held) if id(p) not in known]
+        looked_at = (len(_parallelized), *map(id, held))
+        if looked_at == self._looked_at:  # in every forward: walking through all modules takes much longer
+            return []
+        self._looked_at = looked_at
+        if self.cut is not None:
+            self.cut.refuse_new_parameters()
+        known = {id(p) for r in _parallelized for p in r.looked_after()}
+        new = [p for p in held if id(p) not in known and not isinstance(p, ForeignParameter)]
+        return [(f"outside.{len(self.outside) + n}", p) for n, p in enumerate(new)]
 
     def looked_after(self) -> list[nn.Parameter]:
         """The parameters of the model, of all its stages, and those outside that are trained with it."""
-        if self.plan.layout == "staged" or not self.reducers:
+        if self.plan.layout == "staged" or self.split is not None or not self.reducers:
             return [*self.model.parameters(), *(p for _, p in self.outside)]
         return [p for reducer in self.reducers for _, p in reducer.parameters()]
 
@@ -325,7 +350,8 @@ class Replicas:
         own = {id(p) for p in self.model.parameters()}
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
-    def _any_rank(self, found: bool) -> bool:
+    def any_rank(self, found: bool) -> bool:
+        """Whether any rank has found something; all ranks ask together."""
         return self._job.meet(self._title("torch.amp.GradScaler"), int(found)).wait().union > 0
 
     def _take_loader(self, loader: DataLoader[object]) -> None:

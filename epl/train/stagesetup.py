@@ -14,6 +14,7 @@ from epl.cluster.communication import Job, speaking
 from epl.parallel import GradientReducer, ReducePolicy, copy_from_first
 from epl.parallel.clip_torch import count_over
 from epl.parallel.pipeline.executor import Executor
+from epl.parallel.pipeline.mailbox import Mailbox
 from epl.parallel.pipeline.stage import Backward, Stage, StageProgram
 from epl.parallel.pipeline.ties import Ties, check_holders, describe, tied_parameters
 from epl.parallel.pipeline.transport import Transport
@@ -31,10 +32,12 @@ class StageSetUp:
         backward: Backward | None,
         programs: Mapping[int, StageProgram],
         transport: Transport,
+        mailboxes: tuple[Mailbox, Mailbox],
         policy: ReducePolicy,
         num_communicators: int,
         factor: Callable[[], float],
     ) -> None:
+        """`mailboxes`: of training and of evaluation."""
         self.modules, self.backward = list(modules), backward
         self._place, self._job = place, job
         self._undo: list[Callable[[], None]] = []
@@ -49,9 +52,9 @@ class StageSetUp:
             pipe = place.topology.group("pipe") if place.num_devices > 1 else None
             self._undo.append(count_over(parameters, pipe, counted_elsewhere=elsewhere))
         stages = {index: Stage(index, program, backward) for index, program in programs.items()}
-        # Two executors, since both ends of an edge remember forms: in an evaluation nothing needs a gradient.
-        self.trainer = Executor(stages, place.num_devices, transport, reducers=self._reductions())
-        self.evaluator = Executor(stages, place.num_devices, transport)
+        training, evaluation = mailboxes
+        self.trainer = Executor(stages, place.num_devices, transport, reducers=self._reductions(), mailbox=training)
+        self.evaluator = Executor(stages, place.num_devices, transport, mailbox=evaluation)
 
     def is_for(self, modules: Sequence[nn.Module], backward: Backward | None) -> bool:
         """Whether this was made for these very modules."""

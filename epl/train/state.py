@@ -13,17 +13,19 @@ from epl import _torch
 from epl.env import Env
 from epl.errors import StateError, list_problems
 from epl.parallel import copy_from_first
+from epl.plan.split.layout import whole_shape
 from epl.train.replicas import Replicas
 
 if TYPE_CHECKING:
     from epl.train.cut.state import WholeState
+    from epl.train.split.whole import SplitState
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of the whole model under the user's names, on every rank.
+    """A copy of the state of the whole model under the user's names, on every rank: it stays as it is while the model trains on.
 
     Data parallel every rank holds the whole model, so nothing is sent and `if rank == 0:` around it is fine. Of a model in
-    stages the parts come from their ranks, as copies: there every rank calls it.
+    stages the parts come from their ranks: there every rank calls it.
     """
     inner = _torch.module_without_compile(model)
     parts, replicas = _parts(inner), Replicas.of(inner)
@@ -32,7 +34,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             f"{type(inner).__name__} was built on the meta device, and its numbers come with its first call: call epl.full_state_dict "
             "after that"
         )
-    return parts.gather() if parts is not None else dict(inner.state_dict())
+    return parts.gather() if parts is not None else _copies(inner)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor] | None) -> None:
@@ -74,10 +76,28 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor] | N
         copy_from_first([*inner.parameters(), *inner.buffers()], dist.group.WORLD)
 
 
-def _parts(model: nn.Module) -> WholeState | None:
+def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state that this rank holds, copied, since a gathered one is a copy too: else the same script would keep its best
+    weights in one layout, and whatever they have become in another. Tied weights stay one tensor."""
+    known: dict[int, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for name, entry in model.state_dict(keep_vars=True).items():
+        if isinstance(entry, torch.Tensor):
+            if id(entry) not in known:
+                known[id(entry)] = entry.detach().clone()
+            entry = known[id(entry)]
+        whole[name] = entry
+    return whole
+
+
+def _parts(model: nn.Module) -> WholeState | SplitState | None:
     """Where the parts of the model are, if they are on different ranks by now."""
     replicas = Replicas.of(model)
-    return replicas.cut.whole_state() if replicas is not None and replicas.cut is not None else None
+    if replicas is None:
+        return None
+    if replicas.split is not None:
+        return replicas.split.whole_state()
+    return replicas.cut.whole_state() if replicas.cut is not None else None
 
 
 def _with_tied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -94,6 +114,10 @@ def _problems(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
     problems += [f"{name} is not in the model" for name in state if name not in own]
     for name in own:
         expected, found = own[name], state.get(name)
-        if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor) and expected.shape != found.shape:
-            problems.append(f"{name}: expected shape {tuple(expected.shape)}, found {tuple(found.shape)}")
+        if (
+            isinstance(expected, torch.Tensor)
+            and isinstance(found, torch.Tensor)
+            and whole_shape(expected) != found.shape
+        ):
+            problems.append(f"{name}: expected shape {tuple(whole_shape(expected))}, found {tuple(found.shape)}")
     return problems

@@ -73,7 +73,7 @@ def test_uncovered_parts_beside_several_taskgraphs_are_listed() -> None:
     assert graphs.notices() == ()
 
 
-def test_uncovered_parts_beside_one_taskgraph_join_it() -> None:
+def test_uncovered_parts_beside_one_split_are_computed_alike_on_its_devices() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -83,8 +83,8 @@ def test_uncovered_parts_beside_one_taskgraph_join_it() -> None:
 
     graphs = resolve(Net())
     assert names(graphs) == ["only"]
-    assert graphs.uncovered == ()
-    assert graphs[0].holds == ("",)
+    assert graphs.uncovered == ("body",)
+    assert graphs[0].holds == ("head",)
     assert not graphs.implicit
 
 

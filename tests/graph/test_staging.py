@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from epl.errors import PlanError
 from epl.graph import registry, taskgraphs_of
 from epl.graph.owners import owners_of
 from epl.graph.record import MIXED, RecordedCall, Recordings
+from epl.graph.record.describe import describe, name_of
+from epl.graph.record.steps import changed
 from epl.graph.staging import graph_nodes, wanted_at_home
 from epl.plan import GraphNode, StageCut, cut_stages
 
@@ -86,6 +89,20 @@ def _without_first_row(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _from_itself(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[:, 0] = x[:, 1] * 2
+    return x
+
+
+def _read_before(m: Any, x: torch.Tensor) -> Any:
+    h = m.part0(x)
+    view = h[:, 1]
+    before = view * 2
+    h[:, 1] = 3
+    return m.part1(h), before, view + 1
+
+
 def _fill(m: Any, x: torch.Tensor) -> torch.Tensor:
     out = torch.zeros(2, *x.shape)
     out[0] = m.part0(x)
@@ -107,10 +124,19 @@ def _fill(m: Any, x: torch.Tensor) -> torch.Tensor:
         lambda m, x: m.part1(_change_a_view(m.part0(x))),
         lambda m, x: _fill(m, x),
         lambda m, x: m.part1(m.part0(_without_first_row(x)) + x),
+        lambda m, x: m.part1(_from_itself(m.part0(_from_itself(x))) + x),
+        _read_before,
     ],
 )
 def test_stages_give_what_the_model_gives(forward: Callable[[Any, torch.Tensor], Any]) -> None:
     agree(Chain(forward), torch.randn(6, 4))
+
+
+def test_a_part_that_runs_before_and_after_another_one() -> None:
+    """As of a GAN's discriminator, on real rows and on generated ones: it was refused as a cycle, though nothing goes back."""
+    model = Chain(lambda m, x: (m.part1(x), m.part1(m.part0(x))))
+    _, cut = agree(model, torch.randn(6, 4))
+    assert cut.order == ("s0", "s1")
 
 
 def test_nodes_in_the_words_of_planning() -> None:
@@ -168,6 +194,26 @@ def test_a_value_changed_by_a_later_stage_and_used_by_an_earlier_one_is_refused(
     model = Chain(forward)
     with pytest.raises(PlanError, match=r"(?s)'part1' .*test_staging.py:\d+\) in 's1'"):
         nodes_and_cut(model, record(model, torch.randn(6, 4)))
+
+
+def test_values_go_by_the_users_names_in_refusals() -> None:
+    """Our own steps were named in them, and 'changed' is written nowhere in the user's forward."""
+
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        first = m.part0(x)
+        view = first[1:]
+        second = m.part1(first)
+        for _ in range(1100):  # more than Python's stack is deep
+            first.add_(second)
+        return m.part0(view)
+
+    model = Chain(forward)
+    recorded = record(model, torch.randn(6, 4))
+    *_, after = (node for node in recorded.whole.nodes if node.target is changed)
+    assert name_of(after) == "__getitem__ after add_"
+    assert re.fullmatch(r"the value of __getitem__ at \S+, after add_ at \S+ has changed it", describe(after))
+    with pytest.raises(PlanError, match=r"'__getitem__ after add_' \(.*test_staging.py:\d+\)"):
+        nodes_and_cut(model, recorded)
 
 
 def test_a_buffer_that_the_glue_sets_is_where_its_value_is_made() -> None:

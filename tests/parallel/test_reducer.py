@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import epl
 from epl.parallel import GradientReducer, ReducePolicy
 from epl.parallel.bucket import SMALLEST, divide
 from tests.harness import run_ranks
@@ -338,6 +340,50 @@ def test_create_graph_is_refused():
     for error in rank_errors(_create_graph, 2):
         assert error is not None
         assert "torch.autograd.grad" in error[1]
+
+
+def _by_hand(kind: str) -> tuple[list[str], list[torch.Tensor]]:
+    """What was said in three steps of a loop, and the weights after them."""
+    epl.init()
+    said: list[str] = []
+    logger = logging.getLogger("epl")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    net = _net()
+    reducer = GradientReducer(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = net(_rows(epl.Env.get().cluster.rank, step)).pow(2).mean()
+        if kind in ("autograd.grad", "averaged"):
+            parameters = list(net.parameters())
+            for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+                if gradient is not None:
+                    p.grad = epl.global_mean(gradient) if kind == "averaged" else gradient
+        elif kind == "no_sync":
+            with reducer.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+            for p in net.parameters():
+                p.grad = None if p.grad is None else p.grad * 0.5
+        optimizer.step()
+        if kind == "twice":
+            optimizer.step()
+    logger.removeHandler(handler)
+    reducer.close()
+    return [text for text in said if "reduced over the 2 ranks" in text], [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["autograd.grad", "no_sync", "averaged", "replaced", "twice"])
+def test_gradients_that_differ_from_rank_to_rank_are_not_used_in_silence(kind):
+    # Gradients of autograd.grad are this rank's own: replicas that step with them drifted apart, and nobody said so.
+    (said, weights), (other_said, other_weights) = run_ranks(_by_hand, 2, kind)
+    drifts = kind in ("autograd.grad", "no_sync")
+    assert len(said) == len(other_said) == drifts
+    assert all(map(torch.equal, weights, other_weights)) != drifts
+    assert not said or "epl.global_mean" in said[0]
 
 
 def _words_between_buckets():

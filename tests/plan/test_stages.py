@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from epl.errors import PlanError
+from epl.plan.assignment import Assignment
+from epl.plan.obstacles import cycles
 from epl.plan.stages import cut_stages
 from tests.plan.programs import Program, check
 
@@ -32,6 +36,32 @@ def test_stages_are_taskgraphs_in_order_of_first_execution() -> None:
     assert cut.nodes_of(1) == (b,)
     assert cut.tied == {}
     check(p.nodes, cut, [b])
+
+
+def test_a_taskgraph_that_runs_first_and_is_fed_later_comes_after_what_feeds_it() -> None:
+    """`real = D(x); fake = D(G(z))`: by first execution alone D came before G, and the one edge between them was a cycle."""
+    p = Program()
+    x, z = p.input(), p.input("z")
+    real = p.leaf("D", x, tg="discriminator")
+    made = p.leaf("G", z, tg="generator")
+    fake = p.leaf("D", p.leaf("norm", made), tg="discriminator")
+    cut = p.cut(real, fake)
+    assert cut.order == ("generator", "discriminator")
+    assert cut.edges == {(0, 1): (made,)}
+    check(p.nodes, cut, [real, fake])
+
+
+def test_taskgraphs_that_feed_each_other_stay_in_order_of_execution_after_what_feeds_them() -> None:
+    p = Program()
+    x = p.input()
+    first = p.leaf("a0", x, tg="a")
+    second = p.leaf("b0", first, tg="b")
+    p.leaf("after", x, tg="end")
+    last = p.leaf("a1", p.leaf("source", x, tg="start"), second, tg="a")
+    p.leaf("end1", last, tg="end")
+    message = refusal(p)
+    assert message.count(" feeds ") == 1
+    assert "'b' runs after 'a', but 'b0' (model.py:3) of 'b' feeds 'a1'" in message
 
 
 def test_a_skip_connection_goes_directly_to_every_consumer() -> None:
@@ -607,6 +637,9 @@ def test_random_programs_see_the_same_when_cut(made: tuple[Program, list[int]]) 
         cut = program.cut(*home)
     except PlanError as error:
         event("refused: " + ("a cycle" if "feeds" in str(error) else "something else"))
+        names = dict.fromkeys(n.taskgraph for n in program.nodes if n.taskgraph is not None and n.kind != "parameter")
+        for order in permutations(names) if "feeds" in str(error) else ():
+            assert cycles(Assignment(program.nodes, program.owners, order, {}, frozenset(home), {})), order
         return
     check(program.nodes, cut, home)
 

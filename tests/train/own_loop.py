@@ -82,6 +82,21 @@ def the_plain_loop(s):
 
 
 @snippet
+def a_note_on_one_rank(s):
+    """Where the model has a new attribute it is recorded again. What that rank knew of messages was lost there alone: Gloo aborted."""
+    losses = []
+    for number, (x, y) in enumerate(s.batches(3)):
+        if not s.is_plain and epl.Env.get().cluster.rank == number % 2:
+            s.m.seen = number
+        with torch.no_grad():
+            losses.append(s.M(x).sum().item())
+        loss = F.cross_entropy(s.M(x), y)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+@snippet
 def two_optimizers_and_schedulers(s):
     first = torch.optim.AdamW(s.m[:2].parameters(), 0.05)
     second = torch.optim.SGD(s.m[2:].parameters(), 0.1, momentum=0.9)
@@ -480,3 +495,32 @@ def loaded_after_a_step(s):
     s.opt.step()
     whole = s.m.state_dict() if s.is_plain else epl.full_state_dict(s.m)
     return loss.item(), *whole.values()
+
+
+@snippet
+def best_weights_taken_before_the_first_call(s):
+    # Before the model was in parts, the state was the live one: what was put back were the weights after training.
+    s.again(s.opt)
+    best = copy.deepcopy(s.m.state_dict()) if s.is_plain else epl.full_state_dict(s.m)
+    for x, y in s.batches(2):
+        s.opt.zero_grad()
+        F.cross_entropy(s.M(x), y).backward()
+        s.opt.step()
+    s.opt.zero_grad()
+    s.m.load_state_dict(best)
+    return F.cross_entropy(s.M(s.x), s.y).item()
+
+
+@snippet
+def gradients_of_two_tasks_put_together(s):
+    s.again(s.opt)
+    out = s.M(s.x)
+    losses = F.cross_entropy(out, s.y), out.pow(2).mean()
+    parameters = list(s.m.parameters())
+    both = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    for p, one, other in zip(parameters, *both, strict=True):
+        conflict = (one * other).sum() < 0
+        p.grad = one if conflict else one + other
+    s.opt.step()
+    s.opt.zero_grad()
+    return [loss.item() for loss in losses]

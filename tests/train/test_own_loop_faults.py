@@ -216,7 +216,7 @@ def _means_alone() -> None:
         (_takes_another_branch, ["loss.backward()", "6 rows", "same code"]),
         (_gives_other_rows, ["6 rows", "5 rows", "same batches"]),
         (_gives_other_rows_at_first, ["6 rows", "5 rows", "same batches"]),
-        (_gives_other_inputs, ["the inputs of the first calls differ", "same seed"]),
+        (_gives_other_inputs, ["inputs of the model or tensors beside its outputs", "same seed"]),
         (_skips_a_backward, ["loss.backward()", "same code"]),
         (_calls_the_model_once_more, ["loss.backward()", "same code"]),
         (_clips_alone, ["the norm of gradients", "loss.backward()"]),

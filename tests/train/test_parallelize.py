@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import epl
-from epl.errors import NotBuiltError, PlanError, StateError, UsageError
+from epl.errors import PlanError, StateError, UsageError
 from epl.train.effect import settings_without_effect
 from epl.train.replicas import Replicas
 from tests.harness import rank_errors, run_ranks
@@ -130,23 +130,6 @@ def test_wrong_arguments(alone, others, expected):
 def test_the_first_argument_is_the_model(alone):
     with pytest.raises(UsageError, match=r"nn\.Module"):
         epl.parallelize(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1))
-
-
-def _pipeline():
-    epl.init()
-    with epl.replicate(1, name="a"):
-        first = nn.Linear(2, 2)
-    with epl.split(2, name="b"):
-        second = nn.Linear(2, 2)
-    epl.parallelize(nn.Sequential(first, second))
-
-
-def test_what_is_not_built_is_refused_with_its_plan():
-    for error in rank_errors(_pipeline, 3):
-        assert error is not None
-        assert error[0] == NotBuiltError.__name__
-        assert "split" in error[1]
-        assert "replicate(1)" in error[1]
 
 
 def test_a_pipeline_on_one_device_simply_runs(alone):

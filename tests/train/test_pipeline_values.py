@@ -577,3 +577,49 @@ def test_a_weight_tied_between_first_and_last_stage(ranks: int, replicas: int, c
             assert norm == pytest.approx(expected_norm, abs=1e-10)
             for copy in weights:
                 torch.testing.assert_close(copy, weight, rtol=1e-10, atol=1e-10)
+
+
+# ---- modules that take turns -----------------------------------------------------------------------------------------
+
+
+class _Tasks:
+    """One body and two heads; what travels to the second head is larger."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4).double()
+        self.heads = [nn.Linear(4, 4).double(), nn.Linear(20, 4).double()]
+
+    def first(self, task: int, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).tanh().repeat(1, 5 if task else 1)
+
+    def last(self, task: int, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.heads[task](h), y)
+
+
+def _takes_turns() -> list[float]:
+    epl.init(epl.Config({"pipeline.num_micro_batch": 2, "communication.timeout": 30}))
+    rank, tasks, found = epl.Env.get().cluster.rank, _Tasks(), []
+    for task in (0, 1, 0, 1):
+
+        def stage(received: Any, x: torch.Tensor, y: torch.Tensor, task: int = task) -> torch.Tensor:
+            return tasks.last(task, received, y) if rank else tasks.first(task, x)
+
+        losses = epl.forward_backward(stage, *_batch(6), module=tasks.heads[task] if rank else tasks.body)
+        evaluated = epl.forward_eval(stage, *_batch(6))
+        found += [losses.mean().item(), torch.stack(evaluated).mean().item()]
+    own = tasks.heads[1] if rank else tasks.body
+    return [*found, own.weight.grad.norm().item()]
+
+
+def test_heads_that_take_turns_after_one_body():
+    # The rank of the body has one list of modules, that of the heads two: each kept its own memory of what was sent last, and Gloo
+    # aborted when the first head came again.
+    tasks, expected = _Tasks(), []
+    x, y = _batch(6)
+    for task in (0, 1, 0, 1):
+        loss = tasks.last(task, tasks.first(task, x), y)
+        loss.backward()
+        expected += [loss.item()] * 2
+    for own, found in zip([tasks.body, tasks.heads[1]], run_ranks(_takes_turns, 2), strict=True):
+        assert found == pytest.approx([*expected, own.weight.grad.norm().item()])

@@ -10,10 +10,14 @@ import torch
 from torch import fx
 
 from epl.errors import RecordingError
+from epl.graph.record.constants import Home
+from epl.graph.record.describe import describe
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.parts import parts_of
 from epl.graph.record.recording import Recording
 from epl.graph.spec import Spec
+
+__all__ = ["RecordedCall", "describe"]
 
 
 class RecordedCall:
@@ -35,6 +39,8 @@ class RecordedCall:
         self.rows, self.sizes, self.is_cut, self.by_size = rows, sizes, is_cut, dict(by_size)
         self.given: tuple[torch.Tensor, ...] = ()
         """The numbers drawn at random for this call, for `whole.draws`; the same for all its micro batches."""
+        self.homes: tuple[Home, ...] = ()
+        """Where its constants were found; without them there, it does not fit any more."""
         self.whole = self.by_size[rows]
         parts = parts_of(self.whole)
         self.body, self.tail, self.frontier = parts.body, parts.tail, parts.frontier
@@ -79,6 +85,13 @@ class RecordedCall:
             self._dims[node] = self._batch_dim(node)
         return self._dims[node]
 
+    def another_size(self) -> tuple[int, Recording] | None:
+        """The same forward at another number of rows, to compare with; None if it fails for any other."""
+        if self._probe is not None:
+            probe, self._probe = self._probe(), None
+            self._others = {} if probe is None else dict([probe])
+        return next(iter(self._others.items()), None)
+
     def input_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call's arguments, in the order of the placeholders."""
         return Inputs(args, kwargs, Spec.of).tensors
@@ -110,10 +123,7 @@ class RecordedCall:
 
     def _batch_dim(self, node: fx.Node) -> int | None:
         whole = self.spec(node).shape
-        if self._probe is not None:
-            probe, self._probe = self._probe(), None
-            self._others = {} if probe is None else dict([probe])
-        if not self._others and self.depends_on_batch(node):
+        if self.another_size() is None and self.depends_on_batch(node):
             raise RecordingError(
                 f"{describe(node)} depends on the batch of {self.rows} rows, and whether it carries it cannot be told: the "
                 "forward fails for any other number of rows"
@@ -135,14 +145,3 @@ class RecordedCall:
                 f"{describe(node)} of shape {tuple(whole)} carries the batch in another dim at another size"
             )
         return next(iter(dims), None)
-
-
-def describe(node: fx.Node) -> str:
-    """How messages speak of a node's value."""
-    where = f" at {node.meta['where']}" if node.meta.get("where") else ""
-    if node.op == "call_module":
-        return f"what the module {node.target} returns{where}"
-    source = node.args[0] if node.args else None
-    if getattr(node.target, "__name__", "").startswith("part") and isinstance(source, fx.Node):
-        return f"a part of {describe(source)}"
-    return f"the value of {getattr(node.target, '__name__', node.target)}{where}"

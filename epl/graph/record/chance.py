@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
+
+from epl.graph.record.where import is_machinery, user_line
 
 
 @contextlib.contextmanager
@@ -32,11 +35,11 @@ class PythonStreams:
         self._numpy = _numpy_state()
 
     def moved(self) -> str | None:
-        """The name of one that has been used since, or None."""
+        """What one is called that has been used since, or None."""
         if random.getstate() != self._python:
-            return "random"
+            return "Python's random"
         if _comparable(_numpy_state()) != _comparable(self._numpy):
-            return "numpy.random"
+            return "NumPy's numpy.random"
         return None
 
     def restore(self) -> None:
@@ -45,6 +48,46 @@ class PythonStreams:
             random.setstate(self._python)
             if self._numpy is not None:
                 sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class DrawingLine:
+    """The line of the forward that first draws from Python's or numpy's generators.
+
+    Nothing tells when they are used, and to ask before and after every line is slow: for a forward that is known to do so, when
+    it is run once more to say where.
+    """
+
+    def __init__(self) -> None:
+        self.line = ""
+        """`file:line`, once it is known."""
+        self.ignore: Callable[[], bool] = lambda: False
+        """Whether what runs now may draw."""
+        self._streams = PythonStreams()
+        self._last = ""
+
+    @contextlib.contextmanager
+    def looked_for(self) -> Iterator[None]:
+        """Inside runs the forward, up to its end or an error."""
+        before = sys.gettrace()
+        sys.settrace(self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if self.line or is_machinery(frame) or self.ignore():
+            return None
+        self._happened(frame, event, argument)
+        return self._happened
+
+    def _happened(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Something happens in a line of the user's: has the one before it drawn?"""
+        if not self.line and not self.ignore():
+            if self._streams.moved() is not None:
+                self.line = self._last
+            self._last = user_line(frame.f_back if event == "return" else frame)
+        return self._happened
 
 
 def _numpy_state() -> Any:

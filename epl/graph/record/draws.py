@@ -66,6 +66,10 @@ class Draws:
         """The drawn numbers, in order."""
         return tuple(value for step, value in zip(self.steps, self._values, strict=True) if step.kind == "draw")
 
+    def afresh(self) -> Draws:
+        """The same, before anything was drawn."""
+        return Draws(self._generator.initial_seed(), self._given)
+
     def is_source(self, function: Any) -> bool:
         """Whether a function may draw a single number."""
         return function in _SOURCES

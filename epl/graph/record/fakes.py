@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from epl.graph.spec import Spec
+from epl.graph.spec import Spec, contiguous_strides
+from epl.plan.split.layout import layout_of
 
 _CONTAINERS = frozenset({dict, list, set, OrderedDict, defaultdict, deque})
 _TENSOR_DICTS = ("_parameters", "_buffers")
@@ -61,8 +62,11 @@ class FakeModel:
         self._at_start: dict[nn.Module, dict[str, Any]] = {}
 
     def spec_of(self, tensor: torch.Tensor) -> Spec:
-        """The spec with which a tensor is recorded: as it is, but never on the meta device."""
+        """The spec with which a tensor is recorded: as on one device, so a block of a split parameter as the whole of it."""
         spec = Spec.of(tensor)
+        layout = layout_of(tensor) if isinstance(tensor, nn.Parameter) else None
+        if layout is not None:
+            spec = spec._replace(shape=layout.shape, stride=contiguous_strides(layout.shape))
         return spec._replace(device=self._device) if spec.device.type == "meta" else spec
 
     def look_again(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from epl import _torch
 from epl.graph.context import Context
 from epl.graph.record.shapes import Form, Rule
 from epl.graph.record.tree import children_of, is_plain
@@ -67,15 +66,21 @@ class Foresight:
         shares = tuple(None if number is None else inputs[number] for number in kept.shares)
         return Foreseen(made[0] if kept.kind is None else kept.kind(made), specs, shares)
 
-    def observe(self, call: tuple[Hashable, tuple[int, ...]], inputs: Sequence[torch.Tensor], result: Any) -> None:
-        """Note what a call has returned."""
+    def observe(
+        self,
+        call: tuple[Hashable, tuple[int, ...]],
+        inputs: Sequence[torch.Tensor],
+        result: Any,
+        memory_of: Callable[[torch.Tensor], int],
+    ) -> None:
+        """Note what a call has returned; `memory_of` gives a number that tensors have in common if they share memory."""
         kind = type(result) if type(result) in (tuple, list) else None
         made: list[Any] = [result] if kind is None else list(result)
         if not made or not all(isinstance(each, torch.Tensor) for each in made) or _any_is(made, inputs):
             self._kept[call[0]] = None
             return
-        memories = [_torch.memory_of(each) for each in inputs]
-        shares = tuple(_index(memories, _torch.memory_of(each)) for each in made)
+        memories = list(map(memory_of, inputs))
+        shares = tuple(_index(memories, memory_of(each)) for each in made)
         specs = [Spec.of(each) for each in made]
         kept = self._kept.setdefault(call[0], _Kept(Rule(tuple(map(Form.of, specs)), None), kind, shares))
         if kept is not None and (kept.kind, kept.shares) != (kind, shares):

@@ -11,14 +11,16 @@ from torch import nn
 from epl import _torch
 from epl.graph.context import Context
 from epl.graph.record.fingerprint import MODULES_OWN, Same, plain_attributes
+from epl.graph.record.reads import Reads
 from epl.graph.record.tree import is_plain
 
 _PLAIN = frozenset({int, float, bool, str, type(None), list, tuple, dict})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def model_key(model: nn.Module, glue: Collection[nn.Module]) -> Hashable:
-    """Flags and forms of everything in the model, and the plain attributes and hooks of the modules that are glue."""
+def model_key(model: nn.Module, glue: Collection[nn.Module], reads: Reads) -> Hashable:
+    """Flags and forms of everything in the model, the plain attributes and hooks of the modules that are glue, and what else
+    their code reads."""
     parts: list[Any] = [Context.now(), torch.get_default_dtype()]
     seen: set[int] = set()
     stack = [model]
@@ -39,6 +41,7 @@ def model_key(model: nn.Module, glue: Collection[nn.Module]) -> Hashable:
             stack.extend(child for child in state["_modules"].values() if child is not None)
             if module in glue:
                 parts += _glue(module, seen)
+        parts.append(reads.key())
     return tuple(parts)
 
 

@@ -33,6 +33,14 @@ _WORTHWHILE = 4
 """Modules that a part of a leaf consists of at least, to be remembered by itself."""
 
 
+_stand_in_runs = 0
+
+
+def on_stand_ins() -> bool:
+    """Whether a module runs for real only to be recorded: on numbers that mean nothing, and maybe on this rank alone."""
+    return _stand_in_runs > 0
+
+
 class Stamp(torch.autograd.Function):
     """Gives a fake tensor a history."""
 
@@ -64,6 +72,11 @@ class Leaves:
         self._needs_numbers: set[int] = set()
         self._sizes: dict[nn.Module, int] = {}
         self._is_real = False
+
+    @property
+    def need_numbers(self) -> bool:
+        """Whether some of them had to run for real."""
+        return bool(self._needs_numbers)
 
     def run(
         self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, whole: Callable[[Any], bool]
@@ -107,7 +120,7 @@ class Leaves:
         self.saw_objects |= bool(things)
         call = self.memo.call(module, args, kwargs, whole)
         may_skip = self.trusted if things else part or not self.verifying
-        known = self.memo.recall(call, things) if call is not None and may_skip else None
+        known = self.memo.recall(call, inputs, things) if call is not None and may_skip else None
         if known is not None:
             return known[0]
         versions = [_torch.version_of(t) for t in inputs]
@@ -115,8 +128,8 @@ class Leaves:
         if not part:
             result = without_caches(result, things)
         unchanged = [_torch.version_of(t) for t in inputs] == versions
-        if call is not None and unchanged and not _shares_memory(result, inputs):
-            self.memo.keep(call, result, things)
+        if call is not None and unchanged:
+            self.memo.keep(call, result, inputs, things)
         return result
 
     def _run(
@@ -141,32 +154,30 @@ class Leaves:
         return result
 
     def _for_real(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        global _stand_in_runs
         leaves, fill = skeleton((args, kwargs))
         self._is_real = True
+        _stand_in_runs += 1
         try:
             with _torch.without_fake_mode(), torch_streams_kept(), hooks.left_out(module):
-                real = [_stand_in(Spec.of(leaf)) if isinstance(leaf, torch.Tensor) else _copy(leaf) for leaf in leaves]
+                real = [stand_in(Spec.of(leaf)) if isinstance(leaf, torch.Tensor) else _copy(leaf) for leaf in leaves]
                 args, kwargs = fill(real)
-                with self._model.filled(module, _stand_in):
+                with self._model.filled(module, stand_in):
                     result = original(module, *args, **kwargs)
         finally:
             self._is_real = False
+            _stand_in_runs -= 1
         found, refill = skeleton(result)
         handed = {id(copy): leaf for copy, leaf in zip(real, leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
         return refill([self.fresh(Spec.of(f)) if isinstance(f, torch.Tensor) else handed.get(id(f), f) for f in found])
 
 
-def _shares_memory(result: Any, inputs: list[torch.Tensor]) -> bool:
-    made = [_torch.memory_of(t) for t in leaves_of(result) if isinstance(t, torch.Tensor)]
-    return len(set(made)) < len(made) or not set(made).isdisjoint(map(_torch.memory_of, inputs))
-
-
 def _copy(thing: Any) -> Any:
     data, tensors = dump(thing)
-    return load_around_tensors(data, [_stand_in(Spec.of(t)) for t in tensors])
+    return load_around_tensors(data, [stand_in(Spec.of(t)) for t in tensors])
 
 
-def _stand_in(spec: Spec) -> torch.Tensor:
+def stand_in(spec: Spec) -> torch.Tensor:
     """Real numbers: small ones, first entries of tables, masks that let everything through."""
     if spec.dtype is torch.bool:
         tensor = torch.ones(spec.shape, dtype=spec.dtype, device=spec.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,9 +13,12 @@ from torch import fx, nn
 from epl.errors import RecordingError
 from epl.graph.record import steps
 from epl.graph.record.call import RecordedCall
+from epl.graph.record.constants import homes_of
 from epl.graph.record.draws import Draws
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.modules import Modules
+from epl.graph.record.outlook import Outlook
+from epl.graph.record.recorder import NotALeaf
 from epl.graph.record.recording import Recording
 from epl.graph.record.run import Surroundings, record
 from epl.plan.batch import cut_evenly
@@ -28,27 +32,37 @@ class Maker:
     surroundings: Surroundings
     trusted: set[Hashable]
     """Signatures (without sizes) in which it does not matter what leaves do to the objects they are given."""
+    outlook: Outlook
 
     def make(
-        self, inputs: Inputs, trust: Hashable, seed: int, micro_batches: int, widths: Collection[int]
+        self,
+        inputs: Inputs,
+        trust: Hashable,
+        seed: int,
+        micro_batches: int,
+        widths: Collection[int],
+        known: Sequence[bool | None],
     ) -> tuple[RecordedCall, Draws]:
-        """The call with these inputs in micro batches, and what it drew. `trust`: its signature without sizes."""
-        making = _Making(self, inputs, trust, seed)
+        """The call with these inputs in micro batches, and what it drew. `trust`: its signature without sizes. `known`: of each
+        tensor whether earlier calls have shown that it carries the batch (epl.graph.record.roles)."""
+        making = _Making(self, inputs, trust, seed, known)
         call = making.call(micro_batches, widths)
         for module in _losses(call):
             # A module without parameters that makes one number of a batch is a loss: it belongs to the tail.
             self.modules.look_into(module)
             try:
-                making = _Making(self, inputs, trust, seed)
+                making = _Making(self, inputs, trust, seed, known)
                 call = making.call(micro_batches, widths)
             except RecordingError:
                 self.modules.leave_whole(module)
+        call.homes = homes_of(call.whole, self.modules)
+        making.look_ahead(call)
         return call, making.draws
 
 
 class _Making:
-    def __init__(self, maker: Maker, inputs: Inputs, trust: Hashable, seed: int) -> None:
-        self._maker, self._inputs, self._trust, self._seed = maker, inputs, trust, seed
+    def __init__(self, maker: Maker, inputs: Inputs, trust: Hashable, seed: int, known: Sequence[bool | None]) -> None:
+        self._maker, self._inputs, self._trust, self._seed, self._known = maker, inputs, trust, seed, known
         self.draws = Draws(seed)
 
     def call(self, micro_batches: int, widths: Collection[int]) -> RecordedCall:
@@ -67,8 +81,9 @@ class _Making:
         needed = {max(stop - start, 1) for n in set(sizes) for k in widths for start, stop in cut_evenly(0, n, k)}
         others = sorted({*sizes, *needed} - {rows}, reverse=True)
         if not others:
+            is_cut = next(_choices(candidates, self._known))
             return RecordedCall(
-                inputs, {rows: whole}, rows, sizes, candidates, lambda: self._probe(whole, rows, candidates)
+                inputs, {rows: whole}, rows, sizes, is_cut, lambda: self._probe(whole, rows, candidates)
             )
         return self._cut(whole, rows, sizes, others, candidates)
 
@@ -106,6 +121,32 @@ class _Making:
             )
         return recording
 
+    def look_ahead(self, call: RecordedCall) -> None:
+        """Run the forward where calls may soon come, for what follows from it at the sizes between; nothing is kept of it."""
+        surroundings, outlook = self._maker.surroundings, self._maker.outlook
+        leaves, inputs = surroundings.leaves, self._inputs
+        if leaves.need_numbers or surroundings.scopes.opened or (leaves.saw_objects and not leaves.trusted):
+            return  # it would be dear, leave TaskGraphs behind, or be of no use
+        sizes = outlook.beyond(self._trust, tuple(size for spec in inputs.specs for size in spec.shape))
+        if sizes is None:
+            return
+        rest = iter(sizes)
+        shapes = [torch.Size([next(rest) for _ in spec.shape]) for spec in inputs.specs]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for rows in call.by_size:
+                    whole = rows == call.rows
+                    cut = [
+                        torch.Size([rows, *shape[1:]]) if is_cut and not whole else shape
+                        for shape, is_cut in zip(shapes, call.is_cut, strict=True)
+                    ]
+                    self._record(cut, Draws(self._seed, self.draws.pattern))
+        except (Exception, NotALeaf):
+            outlook.failed(self._trust)
+        else:
+            outlook.seen(self._trust, sizes)
+
     # ---- which inputs carry the batch --------------------------------------------------------------------------------
 
     def _cut(
@@ -117,13 +158,13 @@ class _Making:
         first: RecordedCall | None = None
         errors: list[Exception] = []
         for probes in ([rows + 1], []) if ambiguous else ([],):
-            for is_cut in _choices(candidates):
+            for is_cut in _choices(candidates, self._known):
                 try:
                     call = self._try(whole, rows, sizes, [*others, *probes], is_cut)
                 except Exception as error:
                     errors.append(error)
                     continue
-                if _is_clear(call):
+                if _is_clear(call) or _leaves_out(is_cut, candidates, self._known):
                     return call
                 first = first or call
         if first is not None:
@@ -143,7 +184,7 @@ class _Making:
     def _probe(self, whole: Recording, rows: int, candidates: tuple[bool, ...]) -> tuple[int, Recording] | None:
         """The forward at a size that nobody asked for, to see what carries the batch."""
         for other in (rows + 1, 2 * rows):
-            for is_cut in _choices(candidates):
+            for is_cut in _choices(candidates, self._known):
                 try:
                     return other, self._at(other, is_cut, whole)
                 except Exception:
@@ -151,12 +192,19 @@ class _Making:
         return None
 
 
-def _choices(candidates: tuple[bool, ...]) -> Iterator[tuple[bool, ...]]:
-    """All candidates, then all but one each; the first says how long the batch is."""
-    yield candidates
+def _choices(candidates: tuple[bool, ...], known: Sequence[bool | None]) -> Iterator[tuple[bool, ...]]:
+    """All candidates, then all but one each; the first says how long the batch is. What is known to carry no batch is left out
+    first of all, what is known to carry it never."""
     cut = [i for i, candidate in enumerate(candidates) if candidate]
-    for left in cut[1:]:
-        yield tuple(candidate and i != left for i, candidate in enumerate(candidates))
+    none = tuple(i for i in cut[1:] if known[i] is False)
+    for left in dict.fromkeys([none, (), *((i,) for i in cut[1:] if known[i] is not True)]):
+        yield tuple(candidate and i not in left for i, candidate in enumerate(candidates))
+
+
+def _leaves_out(is_cut: Sequence[bool], candidates: Sequence[bool], known: Sequence[bool | None]) -> bool:
+    """Whether something is known to carry no batch, and all such is not cut: then no other choice is better."""
+    none = [i for i, candidate in enumerate(candidates) if candidate and known[i] is False]
+    return bool(none) and not any(is_cut[i] for i in none)
 
 
 def _is_clear(call: RecordedCall) -> bool:

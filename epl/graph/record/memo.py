@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from epl import _torch
 from epl.cluster.pickling import load_around_tensors
 from epl.graph.context import Context
 from epl.graph.record.fingerprint import fingerprint
@@ -15,7 +16,7 @@ from epl.graph.record.foresight import describe
 from epl.graph.record.hooks import has_hooks
 from epl.graph.record.objects import dump
 from epl.graph.record.shapes import Form, Rule
-from epl.graph.record.tree import Rebuild, freeze, skeleton
+from epl.graph.record.tree import Rebuild, freeze, skeleton, tensors_of
 from epl.graph.spec import Spec
 
 _LIMIT = 20_000
@@ -36,6 +37,12 @@ class _Given(NamedTuple):
     number: int
 
 
+class _Passed(NamedTuple):
+    """A tensor among the arguments, handed through (T5's layers do so with their position bias)."""
+
+    number: int
+
+
 class _Made(NamedTuple):
     """An object that the module has made, around so many tensors."""
 
@@ -43,8 +50,8 @@ class _Made(NamedTuple):
     tensors: int
 
 
-_Leaf = _Given | _Made | None
-"""Of a result; None is a tensor."""
+_Leaf = _Given | _Passed | _Made | None
+"""Of a result; None is a tensor that the module has made."""
 
 
 class _Shape(NamedTuple):
@@ -53,14 +60,16 @@ class _Shape(NamedTuple):
     leaves: tuple[_Leaf, ...]
     fill: Rebuild
 
-    def build(self, tensors: Iterator[torch.Tensor], given: Sequence[Any]) -> Any:
-        """The result, with these tensors, and objects of the call."""
-        return self.fill([_leaf(each, tensors, given) for each in self.leaves])
+    def build(self, tensors: Iterator[torch.Tensor], inputs: Sequence[torch.Tensor], given: Sequence[Any]) -> Any:
+        """The result, with these tensors, and tensors and objects of the call."""
+        return self.fill([_leaf(each, tensors, inputs, given) for each in self.leaves])
 
 
-def _leaf(leaf: _Leaf, tensors: Iterator[torch.Tensor], given: Sequence[Any]) -> Any:
+def _leaf(leaf: _Leaf, tensors: Iterator[torch.Tensor], inputs: Sequence[torch.Tensor], given: Sequence[Any]) -> Any:
     if leaf is None:
         return next(tensors)
+    if isinstance(leaf, _Passed):
+        return inputs[leaf.number]
     if isinstance(leaf, _Given):
         return given[leaf.number]
     return load_around_tensors(leaf.data, [next(tensors) for _ in range(leaf.tensors)])
@@ -73,6 +82,7 @@ class Memo:
         """`fresh` makes a fake tensor of a spec."""
         self._fresh = fresh
         self._fingerprints: dict[nn.Module, int | None] = {}
+        self._parts: dict[nn.Module, list[nn.Module]] = {}
         self._numbers: dict[Hashable, int] = {}
         self._kept: dict[Call, tuple[_Shape, tuple[Spec, ...]]] = {}
         self._rules: dict[Hashable, tuple[_Shape, Rule]] = {}
@@ -80,6 +90,7 @@ class Memo:
     def forget_modules(self) -> None:
         """Look at the modules anew: something about them has changed."""
         self._fingerprints.clear()
+        self._parts.clear()
 
     def forget(self) -> None:
         """Remember nothing."""
@@ -97,9 +108,11 @@ class Memo:
     def call(self, module: nn.Module, args: Any, kwargs: Any, whole: Callable[[Any], bool]) -> Call | None:
         """What there is to know of a call; `whole` says what is an object. None if nothing can be remembered of it."""
         number = self.number(module)
-        if number is None or any(
-            map(has_hooks, module.modules())
-        ):  # the forward itself may have registered some by now
+        if number is None:
+            return None
+        if module not in self._parts:
+            self._parts[module] = list(module.modules())
+        if any(map(has_hooks, self._parts[module])):  # the forward itself may have registered some by now
             return None
         sizes: list[int] = []
         kind = (number, describe((args, kwargs), sizes, Spec.of, whole), Context.now(), torch.get_default_dtype())
@@ -109,8 +122,8 @@ class Memo:
             return None
         return Call(kind, tuple(sizes))
 
-    def recall(self, call: Call, given: Sequence[Any]) -> tuple[Any] | None:
-        """The result of a call, in a tuple; `given` are the objects among its arguments."""
+    def recall(self, call: Call, inputs: Sequence[torch.Tensor], given: Sequence[Any]) -> tuple[Any] | None:
+        """The result of a call, in a tuple; `inputs` and `given` are the tensors and objects among its arguments."""
         known = self._kept.get(call)
         if known is None and call.kind in self._rules:
             shape, rule = self._rules[call.kind]
@@ -119,17 +132,21 @@ class Memo:
         if known is None:
             return None
         shape, found = known
-        return (shape.build(map(self._fresh, found), given),)
+        return (shape.build(map(self._fresh, found), inputs, given),)
 
-    def keep(self, call: Call, result: Any, given: Sequence[Any]) -> None:
-        """Remember what a call has returned."""
+    def keep(self, call: Call, result: Any, inputs: Sequence[torch.Tensor], given: Sequence[Any]) -> None:
+        """Remember what a call has returned, unless that shares memory with other tensors, or is one of two arguments."""
         leaves, fill = skeleton(result)
+        passed = {id(leaf): [n for n, each in enumerate(inputs) if each is leaf] for leaf in leaves}
+        if any(len(places) > 1 for places in passed.values()) or _shares_memory(leaves, inputs):
+            return
         specs: list[Spec] = []
         kinds: list[_Leaf] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                kinds.append(None)
-                specs.append(Spec.of(leaf))
+                place = passed[id(leaf)]
+                kinds.append(_Passed(place[0]) if place else None)
+                specs += [] if place else [Spec.of(leaf)]
                 continue
             handed = [number for number, each in enumerate(given) if each is leaf]
             if handed:
@@ -146,3 +163,10 @@ class Memo:
         around = (freeze(result, lambda leaf: None), shape.leaves)
         _, rule = self._rules.setdefault(call.kind, (shape, Rule(tuple(map(Form.of, specs)), around)))
         rule.observe(call.sizes, specs, around)
+
+
+def _shares_memory(leaves: Sequence[Any], inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors of a result are views of each other, or of an argument that they are not themselves."""
+    handed = set(map(id, inputs))
+    made = [_torch.memory_of(t) for t in tensors_of(leaves) if id(t) not in handed]
+    return len(set(made)) < len(made) or not set(made).isdisjoint(map(_torch.memory_of, inputs))

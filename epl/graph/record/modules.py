@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from epl import _torch
 from epl.errors import RecordingError
 from epl.graph.record.key import model_key
+from epl.graph.record.reads import Reads
 
 
 class Mixed(enum.Enum):
@@ -40,6 +41,8 @@ class Modules:
         self._taskgraph_of = taskgraph_of
         self._owners: dict[nn.Module, str | None] = {}
         self._opened: set[nn.Module] = set()
+        self.reads = Reads()
+        """What the code of the glue reads beside its modules' own attributes."""
         self._key: Hashable = None
 
     def taskgraph_of(self, leaf: nn.Module) -> str | None:
@@ -60,11 +63,11 @@ class Modules:
         """What decides what the forward does with given inputs, and whether it is another one than last time."""
         if not self.paths and not self.glue:
             _refuse_lazy(self.model)
-        key = model_key(self.model, self.glue)
+        key = model_key(self.model, self.glue, self.reads)
         if key == self._key:
             return key, False
         self._find()
-        self._key = model_key(self.model, self.glue)
+        self._key = model_key(self.model, self.glue, self.reads)
         return self._key, True
 
     def _find(self) -> None:
@@ -79,6 +82,7 @@ class Modules:
             if module not in self.glue and module not in self.paths:
                 self.glue.add(module)
                 stack.extend(child for child in module._modules.values() if child is not None)
+        self.reads = Reads(self.glue, self.paths)
 
 
 def _refuse_lazy(model: nn.Module) -> None:

@@ -9,12 +9,13 @@ An object around tensors is written down as a node that rebuilds it around their
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from epl import _torch
 from epl.cluster.pickling import FAILURES, dump_around_tensors, load_around_tensors
 from epl.errors import RecordingError
 from epl.graph.record import steps
@@ -22,14 +23,18 @@ from epl.graph.record.standin import StaysOnStages
 from epl.graph.record.tree import skeleton
 from epl.graph.record.where import user_line
 
-_State = tuple[bytes, tuple[int, ...]]
-
 
 @dataclass
 class _Known:
-    thing: Any  # kept: ids are unique only while their owners live
+    thing: Any  # kept, and so are its tensors: ids are unique only while their owners live
     node: fx.Node
-    state: _State
+    data: bytes
+    tensors: list[torch.Tensor]
+    versions: list[int] = field(default_factory=list)
+    """Of the tensors, when the module that is running was called."""
+
+    def is_as(self, data: bytes, tensors: Sequence[torch.Tensor]) -> bool:
+        return data == self.data and list(map(id, tensors)) == list(map(id, self.tensors))
 
 
 class Objects:
@@ -51,9 +56,8 @@ class Objects:
         if known is None and self._is_owned(thing):
             return thing
         data, tensors = dump(thing)
-        state = (data, tuple(map(id, tensors)))
         if known is not None:
-            if known.state != state:
+            if not known.is_as(data, tensors):
                 raise RecordingError(
                     f"the {type(thing).__name__} that is handed on at {user_line()} was changed by the code between two "
                     "modules that had it: on another stage that change would be lost. Change it inside a module, or hand "
@@ -65,7 +69,7 @@ class Objects:
             node = self._write(steps.rebuild_object, (pristine, [node_of(t) for t in tensors]))
         else:
             node = self._write(steps.make_afresh, (pristine,))
-        self._known[id(thing)] = _Known(thing, node, state)
+        self._known[id(thing)] = _Known(thing, node, data, tensors)
         return node
 
     def fillers(self, things: Sequence[Any]) -> dict[int, fx.Node]:
@@ -73,13 +77,25 @@ class Objects:
         tensors = (t for thing in things if id(thing) in self._known for t in dump(thing)[1])
         return {id(t): self._fillers[id(t)][1] for t in tensors if id(t) in self._fillers}
 
-    def module_returned(self, node: fx.Node) -> None:
-        """Note what the module that just ran has done to its objects."""
+    def module_starts(self) -> None:
+        """Note what the objects hold before a module runs."""
         for known in self._known.values():
+            known.versions = list(map(_torch.version_of, known.tensors))
+
+    def module_returned(self, node: fx.Node) -> None:
+        """Note what the module that just ran has done to its objects: the tensors it has added, and those it has changed.
+
+        What an object held before, and holds unchanged, comes from elsewhere: every stage can have that in its own.
+        """
+        for known in self._known.values():
+            before = dict(zip(map(id, known.tensors), known.versions, strict=True))
             data, tensors = dump(known.thing)
-            known.state = (data, tuple(map(id, tensors)))
             for tensor in tensors:
-                self._fillers.setdefault(id(tensor), (tensor, node))
+                if id(tensor) not in before:
+                    self._fillers.setdefault(id(tensor), (tensor, node))
+                elif _torch.version_of(tensor) != before[id(tensor)]:
+                    self._fillers[id(tensor)] = (tensor, node)
+            known.data, known.tensors = data, tensors
 
     def after(self, reader: fx.Node, filler: fx.Node) -> None:
         """Write down that `reader` uses what `filler` has put into an object that both were given."""

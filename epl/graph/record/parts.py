@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from epl.errors import RecordingError
 from epl.graph.record import steps
+from epl.graph.record.describe import describe
 from epl.graph.record.recorder import KEPT
 from epl.graph.record.recording import Recording
 
@@ -39,7 +41,7 @@ def parts_of(recording: Recording) -> Parts:
                 body.update(node.all_input_nodes)
                 body.update(_readers_before(node, order))
         for node in nodes:
-            if node not in body and _goes_with_source(node) and node.all_input_nodes[0] in body:
+            if node not in body and (source := _source(node)) is not None and source in body:
                 body.add(node)
     computed = [node for node in nodes if node not in body and not _is_source(node)]
     wanted = dict.fromkeys(recording.graph.output_node().all_input_nodes)
@@ -47,11 +49,34 @@ def parts_of(recording: Recording) -> Parts:
     for node in reversed(nodes):
         if node in needed and _is_source(node):
             needed.update(node.all_input_nodes)
-    return Parts(
+    parts = Parts(
         body=tuple(node for node in nodes if node in body and node.op != "placeholder" and not steps.is_drawn(node)),
         tail=tuple(node for node in nodes if node in set(computed) or (node in needed and _is_repeated(node))),
         frontier=tuple(node for node in nodes if node in needed and node in body and not _is_source(node)),
     )
+    _refuse_torn(parts)
+    return parts
+
+
+def _refuse_torn(parts: Parts) -> None:
+    """The tail gets every value of the frontier in memory of its own: none sees it if another is changed in place."""
+    frontier = set(parts.frontier)
+
+    def owner(node: fx.Node) -> fx.Node:
+        while node not in frontier and node.meta["views"]:
+            node = node.meta["views"][0]
+        return node
+
+    tail = set(parts.tail)
+    for node in parts.tail:
+        target = node.meta.get("target")  # what the change was made through
+        if target is not None and node.args[1] in tail and owner(node) is not owner(target):
+            raise RecordingError(
+                f"{describe(node.all_input_nodes[0])} shares memory with {describe(target)}, which the code after the last "
+                f"module changes in place ({node.all_input_nodes[1].meta['where']}). There each is joined from its micro "
+                "batches by itself, and the one would not see the change of the other. Write it without changing the value "
+                "(`x = x + y` for `x += y`), or take the one from the other after the last module"
+            )
 
 
 def _is_bound_to_modules(node: fx.Node) -> bool:
@@ -69,15 +94,18 @@ def _root(node: fx.Node) -> fx.Node:
 
 def _readers_before(effect: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     """Who has read what this node changes: it must not come to read it afterwards."""
-    if "effect" not in effect.meta:
-        return []
-    aliases = [user.args[0] for user in effect.users if user.target is steps.changed and user.args[1] is effect]
-    before = [effect.meta["effect"], *(alias for alias in aliases if isinstance(alias, fx.Node))]
+    before = effect.meta.get("changes", ())
     return [user for value in before for user in value.users if order.get(user, len(order)) < order[effect]]
 
 
-def _goes_with_source(node: fx.Node) -> bool:
-    return steps.is_part(node) or getattr(node.target, "__name__", "") in KEPT
+def _source(node: fx.Node) -> fx.Node | None:
+    """What a node has to be with: a part with the whole, a changed value with the change."""
+    if node.target is steps.changed:
+        by = node.args[1]
+        assert isinstance(by, fx.Node)
+        return by
+    goes_with = steps.is_part(node) or getattr(node.target, "__name__", "") in KEPT
+    return node.all_input_nodes[0] if goes_with else None
 
 
 def _is_source(node: fx.Node) -> bool:

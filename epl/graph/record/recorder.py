@@ -49,6 +49,7 @@ _READS = frozenset(
 )
 _QUESTIONS = frozenset(
     {"size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous", "__len__", "__hash__"}
+    | {"untyped_storage"}
 )
 """Torch calls that never give a tensor."""
 
@@ -151,10 +152,12 @@ class Recorder(TorchFunctionMode):
             # and all sizes must have the same nodes.
             with self._not_listening():
                 result = self._own(result, inputs, versions)
+                if call is not None:
+                    self._foresight.observe(call, inputs, result, self.writer.memory_of)
         elif not touched and name not in KEPT and all(map(self.writer.is_bound, made)):
             return result
         elif call is not None and not touched:
-            self._foresight.observe(call, inputs, result)
+            self._foresight.observe(call, inputs, result, self.writer.memory_of)
         if known and isinstance(result, torch.Tensor) and not touched:
             self.draws.compute(result, func, args, kwargs)
         self.draws.forget(touched)
@@ -215,6 +218,7 @@ class Recorder(TorchFunctionMode):
         node.meta["taskgraph"] = self.taskgraph_of(module) or node.meta["taskgraph"]
         node.meta["checkpoint"] = inside_checkpoint()
         versions = [_torch.version_of(t) for t in inputs]
+        self.writer.objects.module_starts()
         with self._not_listening(), self._uses_seen(node, (args, kwargs)):
             self.inside = module
             result = self._leaves.run(module, original, args, kwargs, self.writer.objects.is_known)
@@ -250,12 +254,15 @@ class Recorder(TorchFunctionMode):
         is to be used where the module runs."""
         touched = {id(t) for t, before in zip(inputs, versions, strict=True) if _torch.version_of(t) != before}
 
-        def own(leaf: Any) -> Any:
-            given = isinstance(leaf, torch.Tensor) and self.writer.is_bound(leaf) and id(leaf) not in touched
-            return leaf.view_as(leaf) if given else leaf
+        def own_one(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not self.writer.is_bound(leaf) or id(leaf) in touched:
+                return leaf
+            own = self._leaves.fresh(self.writer.spec_of(leaf))
+            self.writer.share(own, leaf)
+            return own
 
         leaves, fill = skeleton(result)
-        owned = [own(leaf) for leaf in leaves]
+        owned = [own_one(leaf) for leaf in leaves]
         return result if all(map(lambda a, b: a is b, owned, leaves)) else fill(owned)
 
     # ---- autograd functions ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from epl import _torch
+from epl.graph.leftovers import leaving_no_fakes
 from epl.graph.record.call import RecordedCall
 from epl.graph.record.draws import DrawTree
 from epl.graph.record.fakes import FakeModel
@@ -18,7 +20,9 @@ from epl.graph.record.inputs import Inputs
 from epl.graph.record.leaf import Leaves
 from epl.graph.record.maker import Maker
 from epl.graph.record.modules import Modules, TaskGraphOf
+from epl.graph.record.outlook import Outlook
 from epl.graph.record.recorder import NotALeaf
+from epl.graph.record.roles import Roles
 from epl.graph.record.run import Scopes, Surroundings
 from epl.graph.state import Registry
 from epl.graph.state import registry as the_registry
@@ -48,7 +52,8 @@ class Recordings:
         surroundings = Surroundings(
             self._fakes, self._leaves, foresight, Scopes(registry), mode, self._modules.taskgraph_of
         )
-        self._maker = Maker(self._modules, surroundings, set())
+        self._maker = Maker(self._modules, surroundings, set(), Outlook())
+        self._roles = Roles(model)
         self._cache: OrderedDict[Hashable, DrawTree[RecordedCall]] = OrderedDict()
 
     def of(
@@ -69,23 +74,37 @@ class Recordings:
         signature = (inputs.key, micro_batches, tuple(sorted(set(widths))))
         tree = self._cache.get((model, signature))
         found = tree.find(draw_seed) if tree is not None else None
-        if found is not None:
+        if found is not None and all(home.is_current() for home in found[0].homes):
             self._cache.move_to_end((model, signature))
             call, given = found
             return call.with_draws(given)
         inputs.release()
+        positions = self._roles.positions(args, kwargs, inputs)
+        known = self._roles.known(positions)
         while True:
             try:
-                call, draws = self._maker.make(inputs, (model, inputs.form), draw_seed, micro_batches, widths)
+                # Looking through everything that might keep a fake takes 0.1 s: only the first time, when caches are filled.
+                first = not self._cache
+                with leaving_no_fakes(self._modules.model) if first else contextlib.nullcontext():
+                    call, draws = self._maker.make(
+                        inputs, (model, inputs.form), draw_seed, micro_batches, widths, known
+                    )
                 break
             except NotALeaf as found_scope:
                 self._modules.look_into(found_scope.module)
+        if self._roles.note(positions, inputs, call.is_cut):
+            self._cache.clear()  # some of them cut what is no batch
         # Modules that turned out to be glue have attributes that count.
         tree = self._cache.setdefault((self._model_key(), signature), DrawTree())
         tree.add(draws.steps, call)
         while len(self._cache) > _SIGNATURES:
             self._cache.popitem(last=False)
         return call.with_draws(draws.values)
+
+    @property
+    def glue(self) -> Collection[nn.Module]:
+        """The modules that are looked into: a recording holds what they were set to. Others read that when they run."""
+        return self._modules.glue
 
     def forget(self) -> None:
         """Record everything anew: a module has returned something else than was recorded."""

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from epl.errors import RecordingError
 from epl.graph.context import Context
 from epl.graph.record import hooks, steps
-from epl.graph.record.chance import PythonStreams, torch_streams_kept
+from epl.graph.record.chance import DrawingLine, PythonStreams, torch_streams_kept
 from epl.graph.record.draws import Draws
 from epl.graph.record.fakes import FakeModel
 from epl.graph.record.foresight import Foresight
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.leaf import Leaves
 from epl.graph.record.objects import dump
-from epl.graph.record.recorder import NotALeaf, Recorder
+from epl.graph.record.recorder import WAYS_OUT, NotALeaf, Recorder
 from epl.graph.record.recording import Attribute, ObjectOf, Outputs, Recording
 from epl.graph.record.shapes import Form
 from epl.graph.record.standin import StaysOnStages
@@ -39,6 +40,8 @@ class Scopes:
     """The names of the TaskGraphs whose scopes a forward opens: one without a name is known by its turn."""
 
     def __init__(self, registry: Registry) -> None:
+        self.opened = False
+        """Whether some forward opens scopes."""
         self._registry = registry
         self._by_turn: list[str] = []
         self._turn = 0
@@ -64,6 +67,7 @@ class Scopes:
         leaf = self._inside()
         if leaf is not None:
             raise NotALeaf(leaf)
+        self.opened = True
         unnamed = annotation.name is None
         if unnamed and self._turn < len(self._by_turn):
             self._name = self._by_turn[self._turn]
@@ -98,6 +102,36 @@ def record(
     glue: Collection[nn.Module],
 ) -> Recording:
     """The model's forward on inputs of these shapes. `paths`: the leaves with their names. `glue`: the other modules."""
+    try:
+        return _record(surroundings, inputs, shapes, draws, paths, glue)
+    except _DrawsUnseen as found:
+        where, used = DrawingLine(), found.used
+        with contextlib.suppress(Exception):
+            _record(surroundings, inputs, shapes, draws.afresh(), paths, glue, where)
+    raise RecordingError(
+        f"the forward draws from {used} between its modules, and recorded the draw would be the same for ever, at "
+        f"{where.line or 'an unknown line'}. {WAYS_OUT}"
+    )
+
+
+class _DrawsUnseen(Exception):
+    """The forward has drawn from a generator that is not torch's."""
+
+    def __init__(self, used: str) -> None:
+        super().__init__(used)
+        self.used = used
+
+
+def _record(
+    surroundings: Surroundings,
+    inputs: Inputs,
+    shapes: Sequence[torch.Size],
+    draws: Draws,
+    paths: dict[nn.Module, str | None],
+    glue: Collection[nn.Module],
+    where: DrawingLine | None = None,
+) -> Recording:
+    """`where`: finds the line that draws."""
     model, context = surroundings.model, Context.now()
     writer = Writer(model, surroundings.scopes.current)
     recorder = Recorder(writer, surroundings.leaves, surroundings.foresight, draws, paths)
@@ -117,21 +151,23 @@ def record(
             model.entered(glue),
             surroundings.scopes.watched(lambda: recorder.inside),
         ):
-            fakes = [
-                spec._replace(shape=shape, stride=_strides(spec, shape)).empty()
+            specs = [
+                spec._replace(shape=shape, stride=_strides(spec, shape))
                 for spec, shape in zip(inputs.specs, shapes, strict=True)
             ]
+            # What asks for a gradient has to be a leaf of autograd, as the user's tensor is.
+            fakes = [spec.empty() if spec.requires_grad else surroundings.leaves.fresh(spec) for spec in specs]
             for number, fake in enumerate(fakes):
                 writer.bind(fake, writer.write("placeholder", f"input_{number}"))
             args, kwargs = inputs.fill(fakes)
-            with recorder.listening():
+            if where is not None:
+                where.ignore = lambda: recorder.inside is not None
+            with recorder.listening(), where.looked_for() if where is not None else contextlib.nullcontext():
                 # Not by __call__: the model's own hooks run where it is called, on what comes out in the end.
                 result = model.model.forward(*args, **kwargs)
             used = streams.moved()
             if used is not None:
-                recorder.refuse(
-                    f"the forward draws from Python's {used} between its modules; the draw would be the same for ever"
-                )
+                raise _DrawsUnseen(used)
             return _finish(writer, recorder, result, model, paths, context)
     finally:
         streams.restore()
@@ -174,6 +210,7 @@ def _finish(
     outputs = _outputs(writer, result)
     needed = {node: None for each in (outputs, *(a.value for a in attributes)) for node in each.nodes}
     writer.graph.output(tuple(needed))
+    writer.drop_unused()
     nodes = list(writer.graph.nodes)
     return Recording(
         graph=writer.graph,

@@ -19,7 +19,8 @@ import torch
 
 from epl.graph.spec import Spec
 
-_ENOUGH = 3
+ENOUGH = 3
+"""Different sizes from which a law may be drawn."""
 _MANY = 64
 """Observations that are kept of one kind of call."""
 
@@ -125,7 +126,7 @@ class Rule:
         self._columns, self._places, self._laws = {}, [], None
         for column in zip(*self._inputs, strict=True):
             self._places.append(self._columns.setdefault(column, len(self._columns)))
-        laws = [_law(column, list(self._columns)) for column in zip(*self._outputs, strict=True)]
+        laws = [law_of(column, list(self._columns)) for column in zip(*self._outputs, strict=True)]
         if all(law is not None for law in laws):
             self._laws = [law for law in laws if law is not None]
 
@@ -135,10 +136,11 @@ def _is_between(column: _Column, value: int) -> bool:
     if value in column:
         return True
     seen = set(column)
-    return len(seen) >= _ENOUGH and min(seen) < value < max(seen) and value % math.gcd(*seen) == 0
+    return len(seen) >= ENOUGH and min(seen) < value < max(seen) and value % math.gcd(*seen) == 0
 
 
-def _law(out: _Column, columns: list[_Column]) -> _Law | None:
+def law_of(out: _Column, columns: Sequence[_Column]) -> _Law | None:
+    """How a size follows from others, by what they have been together; None if it does not."""
     if len(set(out)) == 1:
         return lambda values: out[0]
     if out in columns:

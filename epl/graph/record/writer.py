@@ -8,6 +8,8 @@ its memory: whoever uses them later depends on the change.
     v += 1                    %iadd     (%getitem, 1)        effect: %getitem
                               %changed  (%embed, %iadd)
     return head(x)            %head     (%changed)
+
+`meta["changes"]` of the node that changed them lists those values, as they were called before.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class Writer:
         self._sharing: dict[int, list[torch.Tensor]] = {}
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memories: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []  # a memory's number is its own only while it lives
         self._specs: dict[int, tuple[torch.Tensor, Spec]] = {}
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
@@ -85,11 +88,13 @@ class Writer:
 
     def memory_of(self, tensor: torch.Tensor) -> int:
         """A number that tensors have in common if they share memory."""
-        return self._memories.get(id(tensor)) or _torch.memory_of(tensor)
+        memory = _torch.memory_of(tensor)
+        return self._memories.get(memory, memory)
 
     def share(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
-        """Believe that a new tensor shares its memory with another, although the fakes do not."""
-        self._memories[id(tensor)] = self.memory_of(other)
+        """Believe that a new tensor, and whatever comes to share its memory, shares it with another, although the fakes do not."""
+        self._memories[_torch.memory_of(tensor)] = self.memory_of(other)
+        self._kept.append(tensor)
 
     def is_bound(self, tensor: torch.Tensor) -> bool:
         """Whether a node has made it, or the model holds it."""
@@ -193,6 +198,13 @@ class Writer:
         if before:
             self._note_effects(node, before, {id(t): place for t, place in places})
 
+    def drop_unused(self) -> None:
+        """Take out the names of changed values that nobody has used: each value that shares memory got one, also the views that
+        were only a step on the way, and to have them handed on would be in vain."""
+        for node in reversed(list(self.graph.nodes)):
+            if node.target is steps.changed and not node.users and "effect" not in node.meta:
+                self.graph.erase_node(node)
+
     def _places(self, value: Any) -> list[tuple[torch.Tensor, Place]]:
         if isinstance(value, torch.Tensor):
             return [(value, None)]
@@ -206,6 +218,7 @@ class Writer:
         self, node: fx.Node, before: list[tuple[torch.Tensor, fx.Node]], returned: dict[int, Place]
     ) -> None:
         seen: set[int] = set()
+        olds = [target for _, target in before]
         for tensor, target in before:
             memory = self.memory_of(tensor)
             if memory in seen:
@@ -217,11 +230,14 @@ class Writer:
                     self.bind(alias, node, returned[id(alias)])
                     continue
                 old = self.node_of(alias)
+                olds.append(old)
                 after = self.write("call_function", steps.changed, (old, node))
                 after.meta["taskgraph"], after.meta["views"] = node.meta["taskgraph"], (old,)
+                after.meta["target"] = target
                 if alias is tensor and target is not first:
                     after.meta["effect"] = target
                 self.bind(alias, after)
+        node.meta["changes"] = tuple(dict.fromkeys(olds))
 
 
 def _refuse_captured(value: Any) -> None:

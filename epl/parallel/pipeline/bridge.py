@@ -36,7 +36,7 @@ class Part:
     needs: tuple[bool, ...]
     """For each share whether its gradient comes back."""
     form: Form | None
-    """Of the message; None where there was none, since the lane is on this rank too."""
+    """Of the message that brings the gradients back; None where there is none, since the lane is on this rank too."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Bridge:
             else:
                 message = pieces[0] if len(pieces) == 1 else tuple(pieces)
                 form, _ = self._mailbox.send(lanes.channel(edge, own, user), micro_batch, message)
-            parts.append(Part(user, shares, tuple(p.requires_grad for p in pieces), form))
+            parts.append(_part(user, shares, pieces, form, tensors))
         return Crossing(b"", _forms(tensors), micro_batch, tuple(parts)), tensors
 
     def expect(self, edge: Edge, micro_batch: int) -> None:
@@ -117,18 +117,20 @@ class Bridge:
         own = self._lanes.lane(edge[1])
         if self._route(edge, micro_batch) is None:
             return self._mailbox.receive(self._lanes.channel(edge, own, own), micro_batch)
-        parts, arrived = [], defaultdict[int, Pieces](list)
+        came: list[tuple[int, tuple[Share, ...], list[torch.Tensor], Form | None]] = []
+        arrived = defaultdict[int, Pieces](list)
         for maker, shares in self._incoming(edge, micro_batch):
             form, pieces = None, []
             if self._is_own(edge[0], maker):
                 pieces = [p for p in self._here.pop(("forward", edge, micro_batch)) if p is not None]
             else:
                 _, form, pieces = self._mailbox.receive(self._lanes.channel(edge, maker, own), micro_batch)
-            parts.append(Part(maker, shares, tuple(p.requires_grad for p in pieces), form))
+            came.append((maker, shares, pieces, form))
             for share, piece in zip(shares, pieces, strict=True):
                 arrived[share.tensor].append((share, piece))
         leaves = [_join(arrived[n], edge) for n in range(len(self._layouts[edge]))]
-        return tuple(enter_stage(leaves)), Crossing(b"", _forms(leaves), micro_batch, tuple(parts)), leaves
+        parts = tuple(_part(maker, shares, pieces, form, leaves) for maker, shares, pieces, form in came)
+        return tuple(enter_stage(leaves)), Crossing(b"", _forms(leaves), micro_batch, parts), leaves
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
@@ -180,7 +182,8 @@ class Bridge:
         if self._lanes.is_direct(edge, layouts):
             return None
         assert edge in self._layouts, f"the values of edge {edge} are cut, but their layouts are not known"
-        return route(self._rows[micro_batch], self._lanes.width(edge[0]), self._lanes.width(edge[1]), layouts)
+        widths = self._lanes.width(edge[0]), self._lanes.width(edge[1])
+        return route(self._rows[micro_batch], *widths, layouts, self._lanes.copies(edge))
 
     def _incoming(self, edge: Edge, micro_batch: int) -> Iterator[tuple[int, tuple[Share, ...]]]:
         own, ways = self._lanes.lane(edge[1]), self._route(edge, micro_batch)
@@ -218,7 +221,7 @@ class Bridge:
             return None
         share = pieces[0][0]
         if share.dim is None:
-            found = [gradient for _, gradient in pieces if gradient is not None]
+            found = [gradient for s, gradient in pieces if gradient is not None and s.counts]
             total = functools.reduce(torch.add, found)
             return total if share.weight == 1.0 else total * share.weight
         rows = [
@@ -238,21 +241,51 @@ class Bridge:
 def _take(share: Share, tensor: torch.Tensor) -> torch.Tensor:
     """The piece that is sent; whether it needs a gradient travels with it, the graph does not."""
     piece = tensor.detach()
-    if share.dim is not None:
+    if not share.sends:
+        piece = piece.new_empty(0)
+    elif share.dim is not None:
         piece = piece.narrow(share.dim, share.start, share.length)
     return piece.requires_grad_(tensor.requires_grad)
 
 
 def _take_back(share: Share, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None or share.dim is None:
-        return gradient
-    return gradient.narrow(share.dim, share.at, share.length)
+    if gradient is None:
+        return None
+    if not share.counts:
+        return gradient.new_empty(0)
+    return gradient if share.dim is None else gradient.narrow(share.dim, share.at, share.length)
+
+
+def _part(
+    lane: int,
+    shares: tuple[Share, ...],
+    pieces: Sequence[torch.Tensor],
+    form: Form | None,
+    tensors: Sequence[torch.Tensor],
+) -> Part:
+    """What went to or came from a lane, `tensors` being the whole ones on this side."""
+    needs = tuple(piece.requires_grad for piece in pieces)
+    if form is not None:
+        shapes = [_shape_back(share, tensors[share.tensor]) for share in shares]
+        found = zip(shapes, pieces, needs, strict=True)
+        form = Form(b"", tuple(TensorForm(shape, piece.dtype, need) for shape, piece, need in found))
+    return Part(lane, shares, needs, form)
+
+
+def _shape_back(share: Share, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the gradient of a share; the tensors at both ends differ in their rows only."""
+    if not share.counts:
+        return (0,)
+    shape = list(tensor.shape)
+    if share.dim is not None:
+        shape[share.dim] = share.length
+    return tuple(shape)
 
 
 @torch.no_grad()
 def _join(pieces: Pieces, edge: Edge) -> torch.Tensor:
     """A leaf of this lane's forward from what the lanes of the other stage have sent of it."""
-    counted = [(share, piece) for share, piece in pieces if share.length or (share.dim is None and share.weight)]
+    counted = [(s, piece) for s, piece in pieces if s.sends and (s.length or (s.dim is None and s.weight))]
     share, piece = counted[0]
     if len(counted) == 1:
         return piece

@@ -1,4 +1,5 @@
-"""Who computes each stage: a stage of width k has k *lanes*, ranks of the replica that divide every micro batch's rows.
+"""Who computes each stage: a stage of width k has k *lanes*, ranks of the replica that divide every micro batch's rows (or, under
+`split`, the parameters: then every lane has all rows).
 
     widths 1, 2, 1 (ranks 0 | 1 2 | 3)       stage 0      stage 1      stage 2
     a micro batch of 5 rows                  0 ─ 0..4 ──┬─ 1 ─ 0..2 ──┬─ 3 ─ 0..4
@@ -26,17 +27,21 @@ class Lanes:
     ranks: tuple[tuple[int, ...], ...]
     """For each stage; a rank is its place among the ranks of the replica (in their group)."""
     own: int
+    copied: frozenset[int] = frozenset()
+    """Stages whose lanes do not divide the rows but all compute all of them, with parameters that are split."""
 
     def __post_init__(self) -> None:
         assert self.size * len(self.ranks) <= LARGEST, f"{len(self.ranks)} stages on {self.size} ranks need larger tags"
 
     @staticmethod
-    def of(widths: Sequence[int], own: int, *, num_chunks: int = 1, home: bool = False) -> Lanes:
+    def of(
+        widths: Sequence[int], own: int, *, num_chunks: int = 1, home: bool = False, copied: Iterable[int] = ()
+    ) -> Lanes:
         """Devices of these widths one after the other; with a home, see `Schedule.with_home`, on the last one's first rank."""
         starts = [sum(widths[:device]) for device in range(len(widths))]
         devices = [tuple(range(start, start + width)) for start, width in zip(starts, widths, strict=True)]
         last = [(devices[-1][0],)] if home else []
-        return Lanes((*devices * num_chunks, *last), own)
+        return Lanes((*devices * num_chunks, *last), own, frozenset(copied))
 
     @cached_property
     def size(self) -> int:
@@ -67,6 +72,8 @@ class Lanes:
         Where there are fewer rows than lanes the last ones compute a neighbour's row at weight 0 (`Rows.padding`): many
         modules cannot run on no rows at all, and all lanes must run (batch norm over lanes, the reduction of gradients).
         """
+        if stage in self.copied:
+            return Rows(0, number, 1.0)
         return share_rows(number, 1, self.width(stage))[self.lane(stage)]
 
     def bridged(self, edges: Iterable[Edge], layouts: Mapping[Edge, Sequence[Layout]]) -> tuple[Edge, ...]:
@@ -77,8 +84,13 @@ class Lanes:
 
     def is_direct(self, edge: Edge, layouts: Sequence[Layout]) -> bool:
         """Whether every lane has what the same lane of the other stage needs, and nothing else is to be had."""
-        widths = self.width(edge[0]), self.width(edge[1])
-        return widths[0] == widths[1] and (widths[0] == 1 or "average" not in layouts)
+        width, other = self.width(edge[0]), self.width(edge[1])
+        made, used = self.copies(edge)
+        return width == other and (width == 1 or (made == used and (made or "average" not in layouts)))
+
+    def copies(self, edge: Edge) -> tuple[bool, bool]:
+        """Whether the lanes of an edge's stages all have the same rows."""
+        return edge[0] in self.copied, edge[1] in self.copied
 
     def _shares_ranks(self, edge: Edge) -> bool:
         return not set(self.ranks[edge[0]]).isdisjoint(self.ranks[edge[1]])

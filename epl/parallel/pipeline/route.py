@@ -6,6 +6,11 @@
 The gradients of the rows go back the same way. A lane without rows of its own (fewer rows than lanes) computes a neighbour's
 row at weight 0: the user gets it from the lane that has it, and what it returns does not count; the maker sends no rows, and
 learns from the lane that has the row whether there are gradients at all.
+
+The lanes of a stage that is *copied* (a `split`) all have the same rows, all of them, and the same gradients:
+
+    copied makers    each user takes the rows from one lane; every lane gets the gradients of all users      (`sends` is False on the others)
+    copied users     each lane takes all rows; a maker gets the gradients of one of them                     (`counts` is False on the others)
 """
 
 from __future__ import annotations
@@ -38,38 +43,65 @@ class Share:
     at: int = 0
     """The first row, counted in the user's tensor."""
     counts: bool = True
-    """Whether the gradients of these rows are used: not those of a row at weight 0, which another lane computes too."""
+    """Whether the gradients are used: not those of a row at weight 0, nor those that another lane returns too."""
+    sends: bool = True
+    """Whether the maker's numbers travel: not where another lane has sent the same ones."""
 
 
 Route = dict[tuple[int, int], tuple[Share, ...]]
 """(lane of the maker, lane of the user) → what goes from one to the other; pairs without anything are left out."""
 
 
+@dataclass(frozen=True)
+class _Side:
+    """The lanes of a stage at one end of an edge."""
+
+    rows: list[Rows]
+    copied: bool
+
+    @staticmethod
+    def of(rows: int, lanes: int, copied: bool) -> _Side:
+        return _Side([Rows(0, rows, 1.0)] * lanes if copied else share_rows(rows, 1, lanes), copied and lanes > 1)
+
+    @property
+    def lanes(self) -> int:
+        return len(self.rows)
+
+
 @functools.lru_cache(maxsize=4096)
-def route(rows: int, makers: int, users: int, layouts: tuple[Layout, ...]) -> Route:
-    """What goes where for a micro batch of so many rows, from a stage of width `makers` to one of width `users`."""
-    made, used = share_rows(rows, 1, makers), share_rows(rows, 1, users)
+def route(
+    rows: int, makers: int, users: int, layouts: tuple[Layout, ...], copied: tuple[bool, bool] = (False, False)
+) -> Route:
+    """What goes where for a micro batch of so many rows, from a stage of width `makers` to one of width `users`.
+
+    `copied`: whether the lanes of the one and of the other all have the same rows.
+    """
+    made, used = _Side.of(rows, makers, copied[0]), _Side.of(rows, users, copied[1])
     pairs = [(maker, user) for maker in range(makers) for user in range(users)]
     found = {(m, u): tuple(_shares(m, u, made, used, layouts)) for m, u in pairs}
     return {pair: shares for pair, shares in found.items() if shares}
 
 
-def _shares(m: int, u: int, made: list[Rows], used: list[Rows], layouts: tuple[Layout, ...]) -> Iterator[Share]:
-    equal = len(made) == len(used)
+def _shares(m: int, u: int, made: _Side, used: _Side, layouts: tuple[Layout, ...]) -> Iterator[Share]:
+    sends = not made.copied or m == u % made.lanes
+    counts = not used.copied or u == m % used.lanes
+    if not sends and not counts:
+        return
+    equal = made.lanes == used.lanes and made.copied == used.copied
     for tensor, layout in enumerate(layouts):
-        if layout == "average":
-            yield Share(tensor, weight=made[m].weight)
+        if layout == "average" and not made.copied:
+            yield Share(tensor, weight=made.rows[m].weight, counts=counts)
         elif equal:
             if m == u:
                 yield Share(tensor)
-        elif layout == "same":
-            if m == _source(made, used[u]):
-                yield Share(tensor)
-        elif _overlap(made[m], used[u]) and not (made[m].padding and used[u].padding):
-            start, stop = max(made[m].start, used[u].start), min(made[m].stop, used[u].stop)
-            sent = 0 if made[m].padding else stop - start
-            first = start - made[m].start
-            yield Share(tensor, 1.0, layout, first, sent, start - used[u].start, not used[u].padding)
+        elif not isinstance(layout, int):
+            if made.copied or m == _source(made.rows, used.rows[u]):
+                yield Share(tensor, counts=counts, sends=sends)
+        elif _overlap(made.rows[m], used.rows[u]) and not (made.rows[m].padding and used.rows[u].padding):
+            start, stop = max(made.rows[m].start, used.rows[u].start), min(made.rows[m].stop, used.rows[u].stop)
+            length = 0 if made.rows[m].padding else stop - start
+            first, at = start - made.rows[m].start, start - used.rows[u].start
+            yield Share(tensor, 1.0, layout, first, length, at, counts and not used.rows[u].padding, sends)
 
 
 def _source(made: list[Rows], used: Rows) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,13 +14,35 @@ from epl import _torch
 from epl.errors import UsageError
 from epl.graph.context import Context
 from epl.plan.batch import cut_evenly
+from epl.report.log import warn
 from epl.train.collected import collecting
 from epl.train.cut.layout import CallLayout, Values
+from epl.train.cut.settings import Settings
 from epl.train.lazy.node import Node
 from epl.train.lazy.protocol import Carrier, State
 
 if TYPE_CHECKING:
     from epl.train.cut.carrier import StageCarrier
+
+
+Around = Callable[[int, bool], AbstractContextManager[None]]
+"""(micro batch, whether this is its backward) → what surrounds the computation."""
+
+
+def _nothing_around(micro_batch: int, again: bool) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+class Inside(NamedTuple):
+    """What is in a model."""
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+    """Those that are on this rank."""
+    slots: list[tuple[dict[str, Any], str, object]]
+    """Where every parameter is kept: the holder, its name there, and the parameter."""
+    settings: Settings
+    """Of the modules whose forwards run when a call does."""
 
 
 class ModelCall:
@@ -29,20 +53,25 @@ class ModelCall:
         carrier: StageCarrier,
         layout: CallLayout,
         inputs: list[torch.Tensor | Node],
-        modules: Sequence[nn.Module],
-        watched: Sequence[torch.Tensor],
+        inside: Inside,
         draws: Sequence[torch.Tensor],
+        number: int,
+        around: Around = _nothing_around,
     ) -> None:
+        """`number`: of the call, alike on all ranks."""
         self.carrier: Carrier = carrier
+        self._number = number
         self._stages, self.layout, self.inputs = carrier, layout, inputs
+        self.around = around
         self.rows, self.sizes, self.kinds = layout.recorded.rows, layout.recorded.sizes, layout.kinds
         self.context = Context.now()
         self.nodes: list[Node] = []
         self.state: State = "new"
         self.input_gradients: list[torch.Tensor | None] = []
-        self._draws, self._modules = draws, modules
-        self._training = [m.training for m in modules]
-        watched = [*watched, *(t for t in inputs if isinstance(t, torch.Tensor))]
+        self._draws, self._modules, self.settings = draws, inside.modules, inside.settings
+        self._training = [m.training for m in inside.modules]
+        self._set_to = inside.settings.now()
+        watched = [*inside.parameters, *(t for t in inputs if isinstance(t, torch.Tensor))]
         self._versions = [(t, _torch.version_of(t)) for t in watched if not t.is_inference()]
         self._cuts = cut_evenly(0, self.rows, len(self.sizes))
         self._leaves: list[torch.Tensor] | None = None
@@ -54,13 +83,18 @@ class ModelCall:
         return len(self.sizes)
 
     def check(self) -> None:
-        """Raise if a parameter of this rank or an input was changed in place since `model(x)`."""
+        """Raise if a parameter of this rank, an input, or what a module is set to was changed since `model(x)`."""
         for tensor, version in self._versions:
             if _torch.version_of(tensor) != version:
                 raise UsageError(
                     f"a {tuple(tensor.shape)} parameter or input of the model was changed in place between model(x) and the first "
                     "use of its output: call backward(), or read the output, before optimizer.step() or other changes"
                 )
+        if name := self.settings.changed_since(self._set_to):
+            raise UsageError(
+                f"{name} was set to something else between model(x) and the first use of its output, and the model runs only then: "
+                "call backward(), or read the output, before the change"
+            )
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -81,11 +115,24 @@ class ModelCall:
         # Without grad mode for good reason: an evaluation, or what nobody will differentiate.
         context = self.context._replace(grad=self.context.grad and torch.is_grad_enabled())
         try:
-            with context.restored(), self._collecting.micro_batch(stage, start, stop - start, padded=own.padding):
+            collecting = self._collecting.micro_batch(stage, start, stop - start, padded=own.padding)
+            drawing = self._stages.drawing(self._number, stage, start)
+            with context.restored(), collecting, drawing, self.around(micro_batch, False), self._stages.inside(stage):
                 return self.layout.run(stage, stop - start, tensors, incoming, self._draws)
         finally:
             if not as_called:
                 self._set_training(now)
+
+    def warn_of_values_left(self) -> None:
+        """Values with a graph that the forwards of modules have left in attributes: the loop must not take them for this step's."""
+        for module in self._modules:
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    warn(
+                        f"{type(module).__name__}.{name} is a value that its forward leaves in an attribute. The model runs later than the call, in "
+                        "micro batches, and only on the rank that has the module: a loss that reads the attribute gets an old value of one micro "
+                        "batch, or none. Return it from forward, or give it to epl.add_to_collection."
+                    )
 
     def _inputs(self) -> list[torch.Tensor]:
         """The inputs as leaves of their own, so that their gradients are this call's alone."""

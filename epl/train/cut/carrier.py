@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -19,6 +21,7 @@ from epl.train.cut.call import ModelCall
 from epl.train.cut.part import PartGradients
 from epl.train.cut.peers import Peers
 from epl.train.cut.stageplace import ScheduleKind, StagePlace
+from epl.train.cut.stream import own_stream
 from epl.train.cut.work import Work, WorkStage
 from epl.train.lazy.protocol import Call, ScheduledLoss
 
@@ -55,11 +58,22 @@ class StageCarrier:
         """Of the batch that the loop is at, for the other replicas to know."""
         self.padded = False
         """Whether the rows that a stage computes now only repeat another lane's."""
+        self.stream_seed: int | None = None
+        """Of what stages draw at random; None: they draw from the loop's stream, as every rank computes all of the model."""
+        self.inside: Callable[[int], AbstractContextManager[None]] = lambda stage: contextlib.nullcontext()
+        """What surrounds the forward of a stage."""
+        self._looked = False
         self._programs: dict[object, Program] = {}
         self._mailboxes: dict[object, Mailbox | Bridge] = {}
         self._kept: dict[ModelCall, _Kept] = {}
         self.events: list[tuple[str, float, float]] | None = None
         """Name, start and end of every action, while somebody records a trace."""
+
+    def drawing(self, *seeds: int) -> AbstractContextManager[None]:
+        """Where random numbers come from while a stage computes a micro batch."""
+        if self.stream_seed is None:
+            return contextlib.nullcontext()
+        return own_stream(self._transport.device, self.stream_seed, *seeds)
 
     # ---- with the other ranks --------------------------------------------------------------------------------------
 
@@ -105,7 +119,8 @@ class StageCarrier:
                 part if part.numel() == 1 and seed is None else (part * seed).sum() if seed is not None else part.sum()
             )
 
-        work = Work(calls, self.place.home_stage, share)
+        # Logits of a split head stay cut where every rank computes the loss; elsewhere only home does.
+        work = Work(calls, self.place.home_stage, share, takes_cut=len(self.ranks) == 1)
         self._run("train", work, self._stages(work), self._gradients.reducers())
         self._collect_input_gradients(calls)
 
@@ -151,7 +166,7 @@ class StageCarrier:
     # ---- the engine ------------------------------------------------------------------------------------------------
 
     def _stages(self, work: Work) -> dict[int, Stage]:
-        return {index: Stage(index, WorkStage(index, work)) for index in self.place.stages}
+        return {index: WorkStage(index, work) for index in self.place.stages}
 
     def _run(
         self,
@@ -162,13 +177,14 @@ class StageCarrier:
         keeps: bool = False,
     ) -> None:
         slots = work.calls[0].slots
-        key = (kind == "train" or keeps or kind == "backward", *(call.layout for call in work.calls))
+        key = (kind == "train" or keeps or kind == "backward", *(call.layout.signature for call in work.calls))
         executor = Executor(
             stages, self.place.num_devices, self._transport, reducers=reducers, mailbox=self._mailbox(key, work)
         )
         executor.record = self.events is not None
         program = self._program(kind, slots, work, keeps)
         grad = kind != "forward" or keeps
+        settings = {call.settings: call.settings.now() for call in work.calls}
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
                 step = executor.run(program, [1.0] * slots)
@@ -176,8 +192,14 @@ class StageCarrier:
             self._gradients.abandon()
             self._peers.break_off(error)
             raise
+        for some, before in settings.items():
+            some.forwards_ran_since(before)
         if self.events is not None:
             self.events += step.events
+        if kind != "forward" and not self._looked:
+            self._looked = True
+            for call in work.calls:
+                call.warn_of_values_left()
 
     def _program(self, kind: ScheduleKind, slots: int, work: Work, keeps: bool) -> Program:
         layouts = work.layouts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from epl.errors import PlanError
 from epl.graph.record import RecordedCall
 from epl.parallel.pipeline.route import Layout
 from epl.parallel.pipeline.transport import Edge
+from epl.parallel.split.value import settle, whole
 from epl.plan.stages import StageCut
 from epl.train.lazy.protocol import Kind
 
@@ -49,6 +51,32 @@ class CallLayout:
         if dim is not None:
             return dim
         return "coupled" if self.recorded.depends_on_batch(node) else "constant"
+
+    @cached_property
+    def signature(self) -> str:
+        """Everything that decides which messages go along which edges, alike on all ranks of a replica.
+
+        A layout itself is this rank's: one rank may record a call again that others know (it has set an attribute, or a
+        hook, or cut its parameters), and what is remembered of its messages must not be lost on that rank alone.
+        """
+        nodes, recorded = self._nodes[self.recorded.rows], self.recorded
+
+        def form(index: int) -> object:  # not the index: another recording may number its nodes differently
+            spec = nodes[index].meta.get("spec")
+            return spec and (tuple(spec.shape), spec.dtype)
+
+        edges = [(edge, [*map(form, values)], self.layouts[edge]) for edge, values in sorted(self.edges.items())]
+        return repr((recorded.rows, recorded.sizes, [*map(form, self.frontier)], self.kinds, edges))
+
+    def averaged(self) -> list[fx.Node]:
+        """The values that leave a stage without a batch dim though they follow from the batch."""
+        nodes = self._nodes[self.recorded.rows]
+        travelling = (index for values in self.edges.values() for index in values)
+        numbers = (i for i in travelling if (spec := nodes[i].meta.get("spec")) is not None and not spec.shape)
+        leaving = dict.fromkeys(
+            (*self.frontier, *numbers)
+        )  # larger ones are tables (of positions), alike for all micro batches
+        return [nodes[index] for index in leaving if self.kind_of(index) == "coupled"]
 
     def _edges_to_home(self, cut: StageCut, home_stage: int) -> dict[Edge, tuple[int, ...]]:
         """The edges with a stage of its own after the last one, which then gets only what it uses itself."""
@@ -91,7 +119,13 @@ class Values:
         self._nodes, self._env = nodes, env
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        value = self._env[self._nodes[index]]
+        """As a plain tensor; what a split part has left cut is gathered."""
+        value: torch.Tensor = whole(self.as_left(index))
+        return value
+
+    def as_left(self, index: int) -> torch.Tensor:
+        """As a split part has left it, maybe cut."""
+        value = settle(self._env[self._nodes[index]])
         if not isinstance(value, torch.Tensor):
             node = self._nodes[index]
             raise PlanError(

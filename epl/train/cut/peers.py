@@ -165,9 +165,10 @@ def _disagreement(kind: str, words: Mapping[int, tuple[int, str]]) -> str:
     )
     return (
         f"{kind}: the ranks of a model replica must do the same with the same rows, since they compute one model; found\n{found}\n"
-        "Where the rows are as many, other operations were recorded on the model's outputs, or the inputs of the first calls differ. "
-        "Give every rank of a replica the same batches (a loader passed to epl.parallelize does), the same seed for what is drawn, and "
-        "the same code, not under `if rank == 0:`."
+        "Where the rows are as many, other operations were recorded on the model's outputs, or inputs of the model or tensors beside its "
+        "outputs (targets, noise) differ. Give every rank of a replica the same batches (a loader passed to epl.parallelize does), the "
+        "same seed for what is drawn, and the same code, not under `if rank == 0:`. What a module leaves in an attribute or a hook exists "
+        "only on the rank that computes it: return it from forward."
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from epl import _torch
 from epl.cluster.communication import Job, speaking
 from epl.data import active_share
 from epl.env import Env
+from epl.graph.deferred import is_deferred, materialise_whole
 from epl.graph.record import RecordedCall
 from epl.parallel import GradientReducer, sync_batch_norm
 from epl.parallel.clip_torch import count_over
@@ -30,6 +32,7 @@ from epl.train.laneplace import LanePlace
 from epl.train.lazy import become_foreign
 from epl.train.place import NoTransport
 from epl.train.policy import reduce_policy
+from epl.train.split.staged import StageSplit, split_devices
 
 if TYPE_CHECKING:
     from epl.train.replicas import Replicas
@@ -38,8 +41,14 @@ if TYPE_CHECKING:
 class OneStage:
     """No stages: the whole model is here, and its calls run in micro batches (gradient accumulation)."""
 
-    def __init__(self, job: Job, model: nn.Module, reducers: Sequence[GradientReducer]) -> None:
-        self._job, self._model, self._reducers = job, model, reducers
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        reducers: Sequence[GradientReducer],
+        inside: Callable[[int], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self._job, self._model, self._reducers, self._inside = job, model, reducers, inside
         self.widths: tuple[int, ...] = (1,)
 
     def place(self, recorded: RecordedCall) -> StageCarrier:
@@ -47,7 +56,10 @@ class OneStage:
         parameters = dict(self._model.named_parameters())
         gradients = PartGradients(list(parameters.values()), (0,), self._reducers, None)
         place = StagePlace(Lanes(((0,),), 0), 1, 1, 0, "PreferBackward")
-        return StageCarrier(place, peers, NoTransport(self._job.device), parameters, gradients)
+        carrier = StageCarrier(place, peers, NoTransport(self._job.device), parameters, gradients)
+        if self._inside is not None:
+            carrier.inside = self._inside
+        return carrier
 
     def cut(self, recorded: RecordedCall) -> StageCut:
         count = len(recorded.by_size[recorded.rows].graph.nodes)
@@ -63,7 +75,8 @@ class Staged:
     def __init__(self, env: Env, model: nn.Module, source: StageSource, replicas: Replicas) -> None:
         self._env, self._model, self._source, self._replicas = env, model, source, replicas
         self._job = env.job("epl.parallelize")
-        self.widths = tuple({t.width for t in replicas.plan.taskgraphs} | {1})
+        self.widths = tuple({t.width for t in replicas.plan.taskgraphs if t.kind == "replicate"} | {1})
+        self._split: StageSplit | None = None
         self._placed: StageCut | None = None
         self._lanes: LanePlace
         self._carrier: StageCarrier
@@ -80,11 +93,14 @@ class Staged:
             "Build, annotate and call the model alike on every rank.",
         )
         self._placed = cut
-        plan = self._replicas.plan = self._env.plan = self._source.settle(self._replicas.plan, cut)
+        plan = self._replicas.plan = self._env.plan = self._source.settle(self._replicas.plan, cut, recorded)
         chunks = plan.settings.num_chunks
         devices = [t.devices for t in plan.taskgraphs[: len(plan.taskgraphs) // chunks]]
         wide_end = plan.taskgraphs[-1].width > 1
-        self._lanes = lanes = LanePlace(devices, self._job, num_chunks=chunks, home=wide_end)
+        copied = split_devices(plan)
+        self._lanes = lanes = LanePlace(devices, self._job, num_chunks=chunks, home=wide_end, copied=copied)
+        if copied:
+            self._split = StageSplit(self._env, self._model, self._replicas, self._source, recorded)
         strategy = self._env.config.pipeline.strategy
         place = StagePlace(lanes.lanes, lanes.num_devices, chunks, lanes.device, strategy)
         peers = RankPeers(self._job, lanes.all_pipes, home=lanes.lanes.ranks[place.home_stage][0])
@@ -94,12 +110,19 @@ class Staged:
         meta = self._replicas.meta
         meta.materialise(own.values())
         meta.check_all()
+        for name, parameter in parameters.items():
+            if name not in own and is_deferred(parameter):
+                materialise_whole(parameter)  # to be let go of
         self._let_go_of_the_rest(parameters, own, cut)
+        if self._split is not None:
+            self._split.cut(lanes)
         held = Held(self._model, list(own), [name for name, stages in cut.buffers.items() if here.intersection(stages)])
         self._sync_batch_norm()
         reducers = self._replicas.reducers = self._make_reducers(held)
         ties = self._ties(own, cut)
         counted_elsewhere = set(map(id, own.values())) if lanes.lane else ties.counted_elsewhere if ties else set()
+        if self._split is not None:
+            counted_elsewhere -= self._split.ids
         self._replicas.at_close(
             count_over(
                 own.values(),
@@ -117,6 +140,10 @@ class Staged:
             f"stages in order of execution: {', '.join(cut.order)}; {len(own)} of {len(parameters)} parameters "
             f"({bytes_here / 1e6:.1f} MB) are on rank {self._job.rank}"
         )
+        # The same number on all ranks of a replica, another one for each replica.
+        carrier.stream_seed = hash((self._job.share("placing the model", torch.initial_seed()), min(peers.ranks)))
+        if self._split is not None:
+            carrier.inside = self._split.inside
         self._carrier = carrier
         if meta.state is not None:
             self.whole_state().load(meta.state)
@@ -126,10 +153,11 @@ class Staged:
     def whole_state(self) -> WholeState:
         """Every parameter and every buffer in use is taken from the first rank of the first stage that has it."""
         assert self._placed is not None
-        ranks = self._lanes.lanes.ranks
+        lanes = self._lanes.lanes.ranks
         held = {**self._placed.buffers, **self._placed.holders}
-        owners = {name: ranks[stages[0]][0] for name, stages in held.items()}
-        return WholeState(self._model, self._job, self._lanes.pipe_group(), owners)
+        owners = {name: lanes[stages[0]][0] for name, stages in held.items()}
+        ranks = self._split.ranks if self._split is not None else None
+        return WholeState(self._model, self._job, self._lanes.pipe_group(), owners, ranks)
 
     # ---- parameters ------------------------------------------------------------------------------------------------
 
@@ -164,7 +192,7 @@ class Staged:
     # ---- replicas --------------------------------------------------------------------------------------------------
 
     def _make_reducers(self, held: Held) -> list[GradientReducer]:
-        if self._lanes.num_replicas * self._lanes.width == 1:
+        if self._lanes.num_replicas * self._lanes.sharing == 1:
             for n in range(self._env.config.communication.num_communicators):
                 self._lanes.replica_group(n)  # ranks of wider stages make theirs now
             return []
@@ -190,6 +218,8 @@ class Staged:
         everywhere = self._env.config.communication.sync_batch_norm and self._lanes.num_replicas > 1
         if everywhere or wide:
             group = self._lanes.replica_group(0) if everywhere else self._lanes.lane_group()
+            if self._lanes.is_copied and not everywhere:
+                return  # every lane has all rows
             synced = sync_batch_norm(
                 self._model,
                 group,

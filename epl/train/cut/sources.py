@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from epl.config import Config
 from epl.errors import PlanError
 from epl.graph import TaskGraphs, registry
 from epl.graph.automatic import AutomaticStages, automatic_specs, choose_stages, unit_of
 from epl.graph.blocks import find_units
-from epl.graph.cost import leaf_costs
+from epl.graph.cost import Cost, leaf_costs
+from epl.graph.crossings import stage_crossings
 from epl.graph.forward_scopes import ForwardScopes, forward_scopes
 from epl.graph.owners import owners_of, parameter_owners
 from epl.graph.record import RecordedCall
 from epl.graph.record.modules import TaskGraphOf
-from epl.graph.staging import graph_nodes, wanted_at_home
+from epl.graph.staging import graph_nodes, stage_plans, wanted_at_home
 from epl.plan import Plan
 from epl.plan.spec import TaskGraphSpec
 from epl.plan.stageplan import live_micro_batches
@@ -38,8 +41,8 @@ class StageSource(Protocol):
     def cut(self, recorded: RecordedCall, plan: Plan, earlier: StageCut | None) -> StageCut:
         """The stages of a recorded call; `earlier` are those by which the model was placed."""
 
-    def settle(self, plan: Plan, cut: StageCut) -> Plan:
-        """The plan with the TaskGraphs of this cut."""
+    def settle(self, plan: Plan, cut: StageCut, recorded: RecordedCall) -> Plan:
+        """The plan with the TaskGraphs of this cut, and what is in its stages."""
 
 
 def stage_source(
@@ -53,8 +56,8 @@ def stage_source(
         return Automatic(model, choice.count, device)
     scopes = forward_scopes(model) if taskgraphs.implicit else ForwardScopes()
     if scopes.annotations or scopes.unknown:
-        return InForward(model, taskgraphs, scopes, config.pipeline.num_stages if ranks > 1 else 1)
-    return Annotated(model, taskgraphs)
+        return InForward(model, taskgraphs, device, scopes, config.pipeline.num_stages if ranks > 1 else 1)
+    return Annotated(model, taskgraphs, device)
 
 
 class AutomaticChoice:
@@ -81,8 +84,8 @@ class AutomaticChoice:
 class Annotated:
     """Annotations where modules were built, or on built modules."""
 
-    def __init__(self, model: nn.Module, taskgraphs: TaskGraphs) -> None:
-        self._model, self._taskgraphs = model, taskgraphs
+    def __init__(self, model: nn.Module, taskgraphs: TaskGraphs, device: torch.device) -> None:
+        self._model, self._taskgraphs, self._device = model, taskgraphs, device
         self.leaf_of: TaskGraphOf = owners_of(model, taskgraphs)
 
     def specs(self) -> tuple[TaskGraphSpec, ...]:
@@ -101,15 +104,26 @@ class Annotated:
     def _names(self, recorded: RecordedCall, plan: Plan) -> Sequence[str]:
         return [t.name for t in plan.taskgraphs]
 
-    def settle(self, plan: Plan, cut: StageCut) -> Plan:
+    def settle(self, plan: Plan, cut: StageCut, recorded: RecordedCall) -> Plan:
+        costs = leaf_costs(recorded, self._model, plan.settings.num_micro_batch, self._device)
+        return in_stages(self._ordered(plan, cut), recorded, self._model, cut, costs, reason=plan.reason)
+
+    def _ordered(self, plan: Plan, cut: StageCut) -> Plan:
         return plan.in_order(cut.order)
 
 
 class InForward(Annotated):
     """Scopes that the forward opens: their devices are counted from its source, their names are known when it is recorded."""
 
-    def __init__(self, model: nn.Module, taskgraphs: TaskGraphs, scopes: ForwardScopes, num_stages: int | None) -> None:
-        super().__init__(model, taskgraphs)
+    def __init__(
+        self,
+        model: nn.Module,
+        taskgraphs: TaskGraphs,
+        device: torch.device,
+        scopes: ForwardScopes,
+        num_stages: int | None,
+    ) -> None:
+        super().__init__(model, taskgraphs, device)
         if scopes.unknown and num_stages is None:
             raise PlanError(
                 f"the scopes in the forward at {', '.join(scopes.unknown)} get their names while it runs, and devices are dealt out "
@@ -126,7 +140,7 @@ class InForward(Annotated):
         found = (node.meta.get("taskgraph") for node in recorded.whole.nodes)
         return list(dict.fromkeys(name for name in found if name is not None))
 
-    def settle(self, plan: Plan, cut: StageCut) -> Plan:
+    def _ordered(self, plan: Plan, cut: StageCut) -> Plan:
         known = {t.name: t for t in registry.taskgraphs}
         specs = [TaskGraphSpec(name, known[name].kind, known[name].device_count) for name in cut.order]
         expected, found = (sum(each.device_count for each in some) for some in (self._found, specs))
@@ -146,13 +160,14 @@ class Automatic:
         self._model, self._count, self._device = model, count, device
         self.leaf_of: TaskGraphOf = unit_of(find_units(model, count))
         self._chosen: AutomaticStages | None = None
+        self._costs: dict[fx.Node, Cost] = {}
 
     def specs(self) -> tuple[TaskGraphSpec, ...]:
         return automatic_specs(self._count)
 
     def cut(self, recorded: RecordedCall, plan: Plan, earlier: StageCut | None) -> StageCut:
         if self._chosen is None:
-            costs = leaf_costs(recorded, self._model, plan.settings.num_micro_batch, self._device)
+            costs = self._costs = leaf_costs(recorded, self._model, plan.settings.num_micro_batch, self._device)
             live = live_micro_batches(plan.schedule())
             self._chosen = choose_stages(recorded, self._model, costs, live=live)
             notice(self._chosen.cut.reason)
@@ -165,8 +180,50 @@ class Automatic:
             num_devices=_num_devices(plan),
         )
 
-    def settle(self, plan: Plan, cut: StageCut) -> Plan:
-        return plan.in_order(cut.order)
+    def settle(self, plan: Plan, cut: StageCut, recorded: RecordedCall) -> Plan:
+        assert self._chosen is not None
+        reason = "\n".join([self._chosen.cut.reason, *crossings(plan)])
+        return in_stages(plan.in_order(cut.order), recorded, self._model, cut, self._costs, reason=reason)
+
+
+def in_stages(
+    plan: Plan,
+    recorded: RecordedCall,
+    model: nn.Module,
+    cut: StageCut,
+    costs: Mapping[fx.Node, Cost],
+    *,
+    reason: str = "",
+) -> Plan:
+    """The plan, its TaskGraphs in the order of this cut, with what each stage computes, holds and keeps on one of its devices."""
+    widths = [t.width for t in plan.taskgraphs]  # a wide stage divides its rows, a split one its operators
+    stages = stage_plans(recorded, model, cut, costs)
+    each = [0.0 if stage.time is None else stage.time / width for stage, width in zip(stages, widths, strict=True)]
+    stages = [
+        replace(
+            stage,
+            time=None if stage.time is None else time / (sum(each) or 1.0),
+            activations=None if stage.activations is None else stage.activations // width,
+        )
+        for stage, width, time in zip(stages, widths, each, strict=True)
+    ]
+    travelling = stage_crossings(recorded, cut, plan.settings.num_micro_batch)
+    return plan.with_stages(stages, reason).with_bridges(travelling)
+
+
+def crossings(made: Plan) -> list[str]:
+    """What is to be said if the stages of a replica are on several nodes."""
+    node = made.cluster.node_of_rank
+    found = [
+        f"{before.name} and {after.name}"
+        for before, after in pairwise(made.taskgraphs)
+        if any(
+            {node[rank] for rank in left} != {node[rank] for rank in right}
+            for left, right in zip(before.devices, after.devices, strict=True)
+        )
+    ]
+    text = f"stages span nodes: values cross between {', '.join(found)}. That takes nothing more than their order"
+    return [text] if found else []
 
 
 def _num_devices(plan: Plan) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
 
 from epl.parallel.pipeline.route import Layout
+from epl.parallel.pipeline.stage import Stage
 from epl.parallel.pipeline.transport import Edge
 from epl.train.cut.call import ModelCall
 
@@ -18,8 +20,11 @@ AtHome = Callable[[int, list[list[torch.Tensor]]], torch.Tensor | None]
 class Work:
     """The calls of one step, and what home does with their values."""
 
-    def __init__(self, calls: Sequence[ModelCall], home_stage: int, at_home: AtHome) -> None:
-        self.calls, self._home_stage, self._at_home = calls, home_stage, at_home
+    def __init__(
+        self, calls: Sequence[ModelCall], home_stage: int, at_home: AtHome, *, takes_cut: bool = False
+    ) -> None:
+        """`takes_cut`: home may be given values as a split part left them; all ranks of the split are home to themselves."""
+        self.calls, self._home_stage, self._at_home, self._takes_cut = calls, home_stage, at_home, takes_cut
         self.layouts: dict[Edge, tuple[Layout, ...]] = {}
         """Of every edge, how each of its values carries the batch."""
         for edge in sorted({edge for call in calls for edge in call.layout.edges}):
@@ -38,7 +43,8 @@ class Work:
                 if maker == stage:
                     outputs[user] += [values[node] for node in nodes]
             if stage == self._home_stage:
-                frontiers.append([values[node] for node in call.layout.frontier])
+                take = values.as_left if self._takes_cut else values.__getitem__
+                frontiers.append([take(node) for node in call.layout.frontier])
         loss = self._at_home(micro_batch, frontiers) if stage == self._home_stage else None
         return {user: tuple(made) for user, made in outputs.items()}, loss
 
@@ -52,8 +58,22 @@ def _incoming(call: ModelCall, stage: int, arrived: Mapping[int, Iterator[torch.
     }
 
 
-class WorkStage:
-    """One stage of this device, whatever the work of the step is."""
+class WorkStage(Stage):
+    """One stage of this device. What surrounds the forward of a micro batch surrounds its backward, in which a checkpoint may compute again."""
+
+    def __init__(self, index: int, work: Work) -> None:
+        super().__init__(index, _StageProgram(index, work))
+        self._work = work
+
+    def backward(self, number: int, weight: float) -> None:
+        with contextlib.ExitStack() as stack:
+            for call in self._work.calls:
+                stack.enter_context(call.around(number, True))
+            super().backward(number, weight)
+
+
+class _StageProgram:
+    """What a stage computes, whatever the work of the step is."""
 
     def __init__(self, index: int, work: Work) -> None:
         self._index, self._work = index, work

@@ -32,8 +32,9 @@ class ForeignParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None:
-            refuse(self, "setting the gradient")
+        """Nothing happens: the owner runs the same line (`p.grad = g` after autograd.grad), and its optimizer uses it."""
+        if value is not None and value.shape != self.shape:
+            raise LazyValueError(f"expected a gradient of shape {tuple(self.shape)}, found {tuple(value.shape)}")
 
     @classmethod
     @_torch.without_dynamo
@@ -91,8 +92,8 @@ def refuse(parameter: ForeignParameter, doing: str) -> NoReturn:
     """Raise: its numbers would be needed here."""
     raise LazyValueError(
         f"{doing}: the parameter {parameter.epl_name!r}, {tuple(parameter.shape)}, lives on rank {parameter.epl_owner}; here is only "
-        "its place. Its numbers come with epl.full_state_dict(model), on every rank; in a loss (an L2 term) it may be used as it is; a "
-        "part of the model runs when the whole model is called."
+        "its place. Its numbers come with epl.full_state_dict(model), on every rank (an average of weights is one of those states); in a "
+        "loss (an L2 term) it may be used as it is; a part of the model runs when the whole model is called."
     )
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from epl import _torch
+from epl.data.structure import sample_digest
 from epl.errors import LazyValueError
 from epl.graph.context import Context
 from epl.graph.spec import Spec, leaves_of
@@ -91,7 +92,7 @@ class Node:
         """What to do with the value when it is there: register a hook on its gradient, or have that retained."""
         self.serial = next(_serials)
         # Operations that only this rank records (its own share of an expression over parameters) are not counted.
-        self.number = journal(self.carrier).note(func, spec) if self.carrier is not None else None
+        self.number = journal(self.carrier).note(func, spec, args, kwargs) if self.carrier is not None else None
         self.where = _caller() if func is not None else None
         self.versions = _versions(args, kwargs) if func is not foreign else []
 
@@ -144,11 +145,13 @@ class Journal:
         self.count = 0
         self.checksum = 0
 
-    def note(self, func: Callable[..., Any] | None, spec: Any) -> int:
-        """The number of a new entry."""
+    def note(self, func: Callable[..., Any] | None, spec: Any, args: Any, kwargs: Any) -> int:
+        """The number of a new entry. Real tensors among its arguments (targets, noise) must be the same everywhere, too."""
         self.count += 1
         shape = spec.shape if isinstance(spec, Spec) else ()
         self.mix(f"{name_of(func)}{tuple(shape)}")
+        if real := _real_operands(args, kwargs):
+            self.mix(sample_digest(real))
         return self.count
 
     def mix(self, text: str) -> None:
@@ -171,6 +174,11 @@ _serials = itertools.count()
 def journal(carrier: Carrier) -> Journal:
     """What this rank has recorded of the models that it computes with these ranks."""
     return _journals.by_ranks.setdefault(tuple(carrier.ranks), Journal())
+
+
+def forget_journal(carrier: Carrier) -> None:
+    """Start anew: what was recorded before, maybe differently on some rank, no longer counts."""
+    _journals.by_ranks.pop(tuple(carrier.ranks), None)
 
 
 def output_of(call: Call, index: int) -> torch.Tensor:
@@ -250,6 +258,17 @@ def _carrier(
             carriers.append(parent.carrier)
             several = several or parent.several_homes
     return (carriers[0] if carriers else None), several or len({home_of(c) for c in carriers}) > 1
+
+
+def _real_operands(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Real tensors that every rank of the replica must have alike: targets, noise.
+
+    Not those that may follow from parameters, of which ranks hold parts: with a graph, made without grad mode, or single numbers (a norm).
+    """
+    if not torch.is_grad_enabled():
+        return []
+    found = leaves_of((args, kwargs), torch.Tensor)
+    return [t for t in found if type(t) is torch.Tensor and t.numel() > 1 and not (t.requires_grad or t.is_inference())]
 
 
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:

@@ -23,7 +23,7 @@ PUSHED_BYTES = 4096
 def read(nodes: Sequence[Node], doing: str) -> list[torch.Tensor]:
     """The values, on every rank, without their graphs. All ranks must read, unless every rank has them already."""
     for node in nodes:
-        refuse_foreign(node, doing)
+        refuse_foreign(node, f"{doing} of a term over parameters (to see it, read the loss with and without it)")
     missing = [n for n in nodes if not n.everywhere]
     if missing:
         carrier = carriers_of(missing)[0]

@@ -9,6 +9,7 @@ import torch
 
 from epl.graph.context import Context
 from epl.graph.spec import swap
+from epl.parallel.split.value import SplitTensor, whole
 from epl.train.lazy.node import Node, output_of, reached_by_gradient
 from epl.train.lazy.program import Recorded, Structure
 from epl.train.lazy.terms import Terms
@@ -40,11 +41,12 @@ class LossOverSchedule:
         self._index = {node: i for i, node in enumerate(recorded.nodes)}
         self._slots = recorded.program.slots
         self._kept: dict[Node, list[torch.Tensor | None]] = {}
+        self._for_the_check: set[Node] = set()
         if is_home:
             keep = self._wanted_later(live)
             if not structure.checked[0]:
-                keep |= {node for call in self.calls for node in call.nodes}
-            self._kept = {node: [None] * self._slots for node in keep}
+                self._for_the_check = {node for call in self.calls for node in call.nodes} - keep
+            self._kept = {node: [None] * self._slots for node in keep | self._for_the_check}
         self._bind(terms)
 
     # ---- before the schedule ---------------------------------------------------------------------------------------
@@ -103,8 +105,11 @@ class LossOverSchedule:
             for node, parts in self._kept.items():
                 i = self._index.get(node)
                 value = values[i] if i is not None else _weighted(outputs[node], _output(node), m)
-                parts[m] = value.detach()
-        part: torch.Tensor = values[-1]
+                # Ranks with rows of their own check a structure each when it is new to them: none may wait for others then.
+                if node in self._for_the_check and isinstance(value, SplitTensor) and not value.is_common:
+                    continue
+                parts[m] = whole(value).detach()
+        part: torch.Tensor = whole(values[-1])
         return part
 
     def _run(self, m: int, outputs: Mapping[Node, torch.Tensor], givens: list[Any], overs: list[Any]) -> list[Any]:
@@ -132,13 +137,14 @@ class LossOverSchedule:
 
     def settle(self) -> None:
         """The schedule has run: kept values are whole, the calls are done, and nothing of the graph is left."""
-        if self._kept and not self._structure.checked[0]:
+        unknown = {node for node, parts in self._kept.items() if any(part is None for part in parts)}
+        if self._kept and not self._structure.checked[0] and not unknown:
             self._check()
         self._structure.checked[0] = True
         for node in [*self._recorded.nodes, *(n for call in self.calls for n in call.nodes)]:
             if node.done:
                 continue
-            if node in self._kept:
+            if node in self._kept and node not in unknown:
                 node.settle(self._joined(node))
             elif node.func is output_of or node is self.root:
                 node.settle(None)

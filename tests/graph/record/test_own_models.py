@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import linecache
 import random
+import re
 from collections import namedtuple
 
 import numpy
@@ -209,6 +211,57 @@ class ReadBefore(Two):
 def test_what_read_a_value_before_it_was_changed_stays_before():
     call = check(ReadBefore(), rows())
     assert not call.tail
+
+
+class ViewThenSet(Two):
+    """Views of what is changed: never used again, used before only, and used after."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        x = x.clone()
+        x[:, 0] = x[:, 1] * 2
+        h = self.first(x)
+        view = h[:, 1]
+        before = view * 2
+        h[:, 0] = before
+        h[:, 1] = 3
+        y = self.second(h)
+        if self.kind == "tail":
+            return y, view * 2
+        return {"dead": y, "before": (y, before), "after": (y, view)}[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["dead", "before", "after", "tail"])
+def test_a_view_of_what_is_changed_is_carried_on_only_if_it_is_used(kind: str):
+    """The names of changed views that nothing used were left over, so they counted as tail, and `x[:, 0] = ...`, which has no
+    value, as what the tail needs of the modules. A changed value belongs with what has changed it, used or not, and what has
+    read a view before the change stays before it although the view itself is used no more."""
+    call = check(ViewThenSet(kind), rows())
+    assert all(call.spec(node) is not None for node in call.frontier)
+    assert all(node.users for node in call.whole.nodes if node.target is changed)
+    if kind != "tail":
+        assert not call.tail
+
+
+def test_a_change_after_the_last_module_of_one_of_two_views_that_modules_use_is_refused():
+    """Values that modules make come to the tail joined from micro batches, each in memory of its own: the view kept its old
+    numbers there, silently."""
+
+    class Torn(Two):
+        def forward(self, x):
+            h = self.first(x)
+            view = h[:, :WIDTH]
+            y = self.second(h) + self.second(view)
+            h += 1
+            return y, view * 2
+
+    with pytest.raises(
+        RecordingError, match=r"the value of __getitem__ at .* shares memory with what the module first"
+    ):
+        recordings_of(Torn()).of((rows(),), {}, 2)
 
 
 class Inner(nn.Module):
@@ -430,6 +483,38 @@ def test_an_object_that_modules_fill_is_made_afresh_and_stays_where_it_is():
             use()
 
 
+class Offset(nn.Module):
+    def __init__(self, change: bool) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(WIDTH, WIDTH), change
+
+    def forward(self, x, state):
+        if self.change:
+            state.seen.add_(1)
+        return self.linear(x) + state.seen
+
+
+class Held(nn.Module):
+    """The glue gives modules an object that holds a tensor from the start."""
+
+    def __init__(self, change: bool) -> None:
+        super().__init__()
+        self.first, self.second = Offset(change), Offset(False)
+
+    def forward(self, x):
+        state = State()
+        state.seen = torch.full((1,), 3.0)
+        return self.second(self.first(x, state), state)
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_what_an_object_holds_from_the_start_is_no_modules_unless_it_changes_it(change: bool):
+    """Every tensor in the object after the first module counted as put there by it, so that whoever read one later had to be
+    on its stage; a key-value cache with a sliding window holds one from the start."""
+    call = check(Held(change), rows())
+    assert any(node.target is changed for node in call.whole.nodes) == change
+
+
 class Reads(Two):
     def __init__(self, read) -> None:
         super().__init__()
@@ -465,6 +550,46 @@ def test_what_depends_on_values_in_the_glue_is_refused_with_its_line(read):
     assert "epl.forward_backward" in str(caught.value)
     assert random.getstate() == drawn[0]
     assert (numpy.random.get_state()[1] == drawn[1]).all()
+
+
+def _flip() -> bool:
+    number = random.randint(0, 9)  # the line of the draw
+    return number > 4
+
+
+class Draws(Two):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.noisy = Noisy()
+
+    def between(self, x):
+        x = self.noisy(x)
+        if self.kind == "python":
+            return x * 2 if random.uniform(0, 1) > 0.5 else x  # the line of the draw
+        if self.kind == "in a function":
+            return x * 2 if _flip() else x
+        if self.kind == "last":
+            return self.noisy(x) * random.random()  # the line of the draw
+        return x * numpy.random.rand()  # the line of the draw
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + random.random() * numpy.random.rand()
+
+
+@pytest.mark.parametrize("kind", ["python", "in a function", "last", "numpy"])
+def test_a_draw_that_torch_does_not_see_is_refused_with_the_line_that_draws(kind: str):
+    """It is only noticed when the forward has ended, and the line that called the model was named."""
+    with pytest.raises(RecordingError) as caught:
+        recordings_of(Draws(kind)).of((rows(),), {}, 2)
+    whose = "NumPy's numpy.random" if kind == "numpy" else "Python's random"
+    assert f"the forward draws from {whose} between its modules" in str(caught.value)
+    (file, number), *_ = re.findall(r" at (\S+):(\d+)", str(caught.value))
+    line = linecache.getline(file, int(number))
+    assert "# the line of the draw" in line
+    assert {"python": "uniform", "in a function": "randint", "last": "random.random", "numpy": "numpy"}[kind] in line
 
 
 class Caught(Two):

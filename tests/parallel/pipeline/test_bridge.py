@@ -30,7 +30,7 @@ reference = functools.lru_cache(on_one_device)
 
 
 def one_by_one(case: Case) -> Case:
-    return replace(case, schedule="", widths=(1,) * len(case.widths))
+    return replace(case, schedule="", widths=(1,) * len(case.widths), copied=())
 
 
 def compare(case: Case, found) -> None:
@@ -49,6 +49,29 @@ def test_whole_product(schedule, home, coupled):
     chunks = SCHEDULES[schedule]
     for widths, (micro_batches, rows) in itertools.product(EQUAL if chunks > 1 else UNEQUAL, SIZES):
         case = Case(widths, schedule, micro_batches, rows, chunks, home, coupled)
+        compare(case, in_memory(case))
+
+
+COPIED = [
+    ((1, 2), (1,)),
+    ((2, 1), (0,)),
+    ((2, 2), (0, 1)),
+    ((2, 2), (0,)),
+    ((2, 2), (1,)),
+    ((2, 3), (0, 1)),
+    ((3, 2, 2), (0, 2)),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_whose_lanes_all_have_all_rows(schedule):
+    """As under `split`: every lane computes the whole micro batch, and has the whole gradient."""
+    chunks = SCHEDULES[schedule]
+    for (widths, copied), (micro_batches, rows) in itertools.product(COPIED, SIZES):
+        if chunks > 1 and len(set(widths)) > 1:
+            continue
+        stages = {s + chunk * len(widths) for s in copied for chunk in range(chunks)}
+        case = Case(widths, schedule, micro_batches, rows, chunks, home=True, copied=tuple(sorted(stages)))
         compare(case, in_memory(case))
 
 

@@ -33,6 +33,8 @@ class Case:
     home: bool = False
     coupled: bool = True
     """With auxiliary losses, and a skip connection from the first stage to the last."""
+    copied: tuple[int, ...] = ()
+    """Stages whose lanes all compute all rows."""
 
     @property
     def num_stages(self) -> int:
@@ -183,19 +185,22 @@ def in_memory(case: Case):
     x, y = batch(case.rows)
 
     def rank(own: int):
-        lanes = Lanes.of(case.widths, own, num_chunks=case.chunks, home=case.home)
+        lanes = Lanes.of(case.widths, own, num_chunks=case.chunks, home=case.home, copied=case.copied)
         return run_rank(case, lanes, network.transport(own), models[own], x, y)
 
     losses = network.run(rank)
-    return total_losses(losses, len(case.sizes)), summed(map(gradients_of, models))
+    return total_losses(losses, len(case.sizes)), summed(map(gradients_of, models), case.copied)
 
 
-def summed(found) -> dict[str, torch.Tensor]:
-    """Gradients by name, added up over lanes."""
+def summed(found, copied=()) -> dict[str, torch.Tensor]:
+    """Gradients by name, added up over lanes; those of copied stages must be the same on all lanes, and count once."""
     total: dict[str, torch.Tensor] = {}
     for gradients in found:
         for name, gradient in gradients.items():
-            total[name] = total[name] + gradient if name in total else gradient
+            if name in total and int(name.partition(".")[0]) in copied:
+                torch.testing.assert_close(gradient, total[name], rtol=1e-12, atol=1e-12)
+            else:
+                total[name] = total[name] + gradient if name in total else gradient
     return total
 
 

@@ -95,7 +95,6 @@ READS = {
     "init": lambda layer: nn.init.normal_(layer.weight),
     "init zeros": lambda layer: nn.init.zeros_(layer.weight),
     "setting data": lambda layer: setattr(layer.weight, "data", torch.zeros(32, 16)),
-    "setting the gradient": lambda layer: setattr(layer.weight, "grad", torch.zeros(32, 16)),
     "an average of weights": lambda layer: torch.zeros(32, 16).mul_(0.9).add_(layer.weight.detach(), alpha=0.1),
     "running the layer": lambda layer: layer(torch.ones(1, 16)).sum().item(),
     "data_ptr": lambda layer: layer.weight.data_ptr(),
@@ -112,6 +111,14 @@ def test_what_needs_its_numbers_raises_and_names_it(layer, name):
         READS[name](layer)
     assert "encoder.weight" in str(caught.value)
     assert "epl.full_state_dict(model)" in str(caught.value)
+
+
+def test_its_gradient_may_be_set_each_rank_takes_its_own(layer):
+    # torch.autograd.grad gives all gradients on every rank: the loop then hands them out, and the owner's optimizer uses them.
+    layer.weight.grad = torch.zeros(32, 16)
+    assert layer.weight.grad is None
+    with pytest.raises(LazyValueError, match=r"shape \(32, 16\), found \(3,\)"):
+        layer.weight.grad = torch.zeros(3)
 
 
 def test_a_whole_state_dict_may_be_loaded_each_rank_takes_its_part(layer):

@@ -1,0 +1,15 @@
+"""Operator splitting: user modules run unchanged while their parameters are cut over the ranks of a `split`.
+
+value.py      a split value: looks whole, holds this rank's block or addend; the ways in and out of it
+functions.py  the autograd functions between whole, cut and partial values
+ranks.py      the collectives, over a process group
+region.py     what holds while a split part runs
+rules/        one small rule per kind of torch function: which local call to make, how the result is cut
+choose/       runs a part on fake tensors and decides which parameter is cut where
+part.py       a module cut in place; its parameters stay the same objects
+escape.py     what bypasses torch functions, and the way round
+"""
+
+from epl.parallel.split import rules  # before any split value is made: without them every function would gather
+
+__all__ = ["rules"]

@@ -1,0 +1,99 @@
+"""The ranks of a split, as split values see them: a few collectives. Planning, threads in tests and c10d each have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+Op = Literal["sum", "max"]
+
+
+class SplitRanks:
+    """The k ranks that divide the parameters of a split; every one of them makes the same calls in the same order."""
+
+    plan = False
+    """Whether nothing is sent and everything counted (see choose/)."""
+
+    def __init__(self, rank: int, ways: int, device: torch.device | None = None) -> None:
+        self.rank, self.ways = rank, ways
+        self.generator = torch.Generator(device or "cpu").manual_seed(1_000_003 * (rank + 1))
+        """Random numbers of this rank alone, for what is cut."""
+
+    def note(self, what: str, size: int, why: str) -> None:
+        """Something of so many bytes is about to be sent; only planning listens."""
+
+    def refine(self, wishes: Sequence[Any]) -> None:
+        """A rule cannot keep a cut and says how it would have to be; only planning listens."""
+
+    def all_reduce_(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
+        """`tensor`, contiguous, with the sum (or maximum) over all ranks in it."""
+        raise NotImplementedError
+
+    def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int], dim: int) -> list[torch.Tensor]:
+        """The blocks of all ranks, of these lengths along `dim`."""
+        raise NotImplementedError
+
+    def all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """What every rank has for this one, of these shapes, where `parts` is what this one has for each."""
+        raise NotImplementedError
+
+
+class GroupRanks(SplitRanks):
+    """Over a process group, with its deadline."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device | None = None,
+        guard: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
+    ) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
+        self.group, self._guard = group, guard
+        self._first: Callable[[], object] | None = None
+
+    def before_next(self, wait: Callable[[], object]) -> None:
+        """Call `wait` before anything else is sent: until then this rank may compute."""
+        self.settle()
+        self._first = wait
+
+    def settle(self) -> None:
+        """Wait now, if something is left to wait for."""
+        if self._first is not None:
+            wait, self._first = self._first, None
+            wait()
+
+    def all_reduce_(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
+        assert tensor.dtype != torch.bool  # a sum of bools is no bool
+        self.settle()
+        with self._guard("summing over the ranks of a split"):
+            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int], dim: int) -> list[torch.Tensor]:
+        shapes = [(*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]) for length in lengths]
+        sizes = [prod(shape) for shape in shapes]
+        flat = tensor.reshape(-1)
+        if len(set(sizes)) > 1:  # c10d gathers equal blocks
+            flat = functional.pad(flat, (0, max(sizes) - flat.numel()))
+        flat = flat.contiguous()
+        parts = list(flat.new_empty(self.ways * max(sizes)).chunk(self.ways)) if max(sizes) else [flat] * self.ways
+        self.settle()
+        if max(sizes):
+            with self._guard("gathering over the ranks of a split"):
+                dist.all_gather(parts, flat, group=self.group)
+        return [part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)]
+
+    def all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        sizes = [prod(shape) for shape in shapes]
+        received = flat.new_empty(sum(sizes))
+        self.settle()
+        with self._guard("exchanging over the ranks of a split"):
+            dist.all_to_all_single(received, flat, sizes, [part.numel() for part in parts], group=self.group)
+        return [part.view(shape) for part, shape in zip(received.split(sizes), map(tuple, shapes), strict=True)]

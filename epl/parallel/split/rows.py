@@ -1,0 +1,327 @@
+"""Where ranks have rows of their own and parameters are split: the bridges into a split part and out of it.
+
+`replicate(k)` and `split(k)` on the same k ranks. Outside split parts rank r computes on its own n_r rows, inside on all Σ n of them,
+divided between the ranks as it comes: rows, features, classes.
+
+    in     own rows                      a value cut along its rows; nothing is sent, the rules do that where it is needed
+           no rows, alike on all ranks   whole
+           no rows, of the own batch     averaged over ranks by rows                                       (a notice says so)
+    out    cut along rows                own rows; nothing is sent
+           partial sums                  own rows, by a reduce-scatter
+           whole                         own rows of it; without rows it stays
+           cut in another way (logits)   `OwnRowsOf`: looks like own rows × all classes; losses and metrics work on the blocks
+
+[Note: gradients.] Outside, a gradient on rank r is that of its own loss, a mean over n_r rows. Inside it is that of the replica's loss,
+Σ w_r loss_r with w_r = n_r / Σ n, on all ranks alike. So on the way out a gradient is multiplied by w_r, and on the way in divided by
+it: what data parallelism then averages by rows (epl/train/weights.py) is the replica's gradient. Without these two factors a
+backbone would learn k times too little, and train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.nn import functional
+
+from epl.graph.spec import swap
+from epl.parallel.split.functions import ReduceScatter
+from epl.parallel.split.ranks import SplitRanks
+from epl.parallel.split.value import SplitTensor, recut, shard, take, whole
+from epl.plan.split.cut import Axis, Cut
+from epl.report.log import notice
+
+
+@dataclass(frozen=True, eq=False)
+class RowShare:
+    """The rows of one call (or micro batch) on the ranks of a split, and what each rank's loss counts for."""
+
+    axis: Axis
+    weights: tuple[float, ...]
+
+    @staticmethod
+    def of(counts: Sequence[int], counted: Sequence[bool] | None = None) -> RowShare:
+        """From how many rows each rank has; those not `counted` only keep a rank in step (a tail with fewer rows than ranks)."""
+        real = [n if counted is None or counted[r] else 0 for r, n in enumerate(counts)]
+        total = sum(real)
+        weights = tuple(n / total if total else 1 / len(real) for n in real)
+        return RowShare(Axis("rows", sum(counts), len(counts), counts), weights)
+
+    def of_micro_batch(self, counts: Sequence[int]) -> RowShare:
+        """The rows of one micro batch; what a rank's loss counts for is that of the whole call."""
+        return RowShare(Axis("rows", sum(counts), len(counts), counts), self.weights)
+
+    def cut(self, inner: int = 1) -> Cut:
+        """How a dim of rows, each `inner` elements long, lies on the ranks."""
+        return Cut(self.axis, (inner,))
+
+
+class Batched(NamedTuple):
+    """How a tensor carries the batch."""
+
+    dim: int | None
+    """The dim with the rows; None: it has none."""
+    inner: int = 1
+    """Elements of that dim for each row (tokens, if rows and positions are one dim)."""
+    coupled: bool = False
+    """Without rows, but made from them: each rank has one of its own."""
+
+
+PLAIN = Batched(None)
+
+
+class PartCall(NamedTuple):
+    """How the arguments and results of one call of a split part carry the batch."""
+
+    inputs: tuple[Batched, ...]
+    """For every tensor among its arguments, in order."""
+    outputs: tuple[Batched, ...]
+    shapes: tuple[torch.Size, ...]
+    """Of the arguments, as recorded."""
+
+
+class _Scaled(torch.autograd.Function):
+    """Identity; gradients are multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return (grads[0] if ctx.factor == 1.0 else grads[0] * ctx.factor), None
+
+
+class _Leave(torch.autograd.Function):
+    """A whole value without rows is used by every rank's own loss: its gradient is their sum, by weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: SplitRanks, weight: float) -> torch.Tensor:
+        ctx.args = ranks, weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ranks, weight = ctx.args
+        return ranks.all_reduce_((grads[0] * weight).contiguous()), None, None
+
+
+class _Average(torch.autograd.Function):
+    """Each rank's own value without rows becomes their average, by rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: SplitRanks, weight: float) -> torch.Tensor:
+        return ranks.all_reduce_((x * weight).contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None, None  # × w_r as an addend of the average, ÷ w_r on the way out of the inside world
+
+
+class RowBridge:
+    """The way into split parts and out of them, for the rows of one call."""
+
+    def __init__(self, ranks: SplitRanks, share: RowShare) -> None:
+        self.ranks, self.share = ranks, share
+
+    @property
+    def weight(self) -> float:
+        """What this rank's loss counts for in the replica's."""
+        return self.share.weights[self.ranks.rank]
+
+    def enter(self, value: Any, how: Batched) -> Any:
+        """An argument of a split part, as the part sees it."""
+        if isinstance(value, OwnRowsOf):
+            return value.all_rows
+        if not isinstance(value, torch.Tensor) or isinstance(value, SplitTensor):
+            return value
+        if how.dim is not None:
+            weight = self.weight
+            own = value
+            if value.requires_grad:
+                own = cast("torch.Tensor", _Scaled.apply(value, 1 / weight if weight else 0.0))
+            return shard(own, how.dim, self.share.cut(how.inner), self.ranks)
+        if how.coupled and value.is_floating_point():
+            notice(
+                f"a {tuple(value.shape)} value that each rank computes from its own rows goes into a split part without a batch dim: "
+                "it is averaged over the ranks by their rows"
+            )
+            return _Average.apply(value, self.ranks, self.weight)
+        return value
+
+    def leave(self, value: Any, how: Batched) -> Any:
+        """A result of a split part, as the code around it sees it."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, SplitTensor) and value.is_partial:
+            value = self._scattered(value, how)
+        if isinstance(value, SplitTensor):
+            if value.cut.axis is self.share.axis:
+                return self.out(value.local)
+            if how.dim is not None and value.place != how.dim:
+                return own_rows_of(value, self, how)
+            value = whole(value, "leaves a split part")
+        if how.dim is None:
+            return _Leave.apply(value, self.ranks, self.weight) if value.requires_grad else value
+        return self.out(take(value, how.dim, self.share.cut(how.inner), self.ranks))
+
+    def out(self, own: torch.Tensor) -> torch.Tensor:
+        """This rank's own rows, outside."""
+        return cast("torch.Tensor", _Scaled.apply(own, self.weight)) if own.requires_grad else own
+
+    def _scattered(self, value: SplitTensor, how: Batched) -> Any:
+        if how.dim is None or value.total is not None:
+            return whole(value)
+        cut = self.share.cut(how.inner)
+        own = cast("torch.Tensor", ReduceScatter.apply(value.local, self.ranks, how.dim, cut))
+        out = shard(own, how.dim, cut, self.ranks)
+        return out if value.extra is None else out + value.extra
+
+
+# ---- values that leave cut -------------------------------------------------------------------------------------------
+
+_OVER_A_DIM = frozenset(
+    ["softmax", "log_softmax", "argmax", "argmin", "max", "min", "topk", "amax", "amin", "logsumexp", "sum", "mean"]
+)
+_BY_ROW = _OVER_A_DIM | frozenset(
+    [
+        "relu",
+        "gelu",
+        "sigmoid",
+        "tanh",
+        "exp",
+        "log",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "to",
+        "detach",
+        "clone",
+        "contiguous",
+        "mul",
+        "div",
+        "add",
+        "sub",
+        "neg",
+        "abs",
+        "square",
+        "sqrt",
+        "pow",
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__neg__",
+        "clamp",
+        "type",
+    ]
+)
+"""Functions that, with no other tensor and not along the rows, treat every row by itself."""
+
+
+class OwnRowsOf(SplitTensor):
+    """Looks like this rank's own rows of a value that is cut in another dim and has all ranks' rows in it (logits of a split head).
+
+    `cross_entropy` and what treats each row by itself work on the blocks. Anything else first gets the own rows whole: an
+    all-to-all, with a notice.
+    """
+
+    is_common = False
+    all_rows: SplitTensor
+    bridge: RowBridge
+    how: Batched
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        first = args[0] if args else None
+        if isinstance(first, OwnRowsOf):
+            if func is functional.cross_entropy and (found := _cross_entropy(*args, **kwargs)) is not None:
+                return found
+            if name in _BY_ROW and not any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
+                dim = _dim_of(name, args, kwargs)
+                if name not in _OVER_A_DIM or (dim is not None and dim % first.ndim != first.how.dim):
+                    return _leave_all(func(first.all_rows, *args[1:], **kwargs), first)
+        notice(
+            f"split: {name} is called on a value that is cut over ranks and has the rows of all of them: every rank gets its own "
+            "rows whole for that"
+        )
+        args, kwargs = swap((args, kwargs), OwnRowsOf, lambda value: value.gathered())
+        return func(*args, **kwargs)
+
+    def gathered(self, why: str = "") -> torch.Tensor:
+        """The own rows, whole, by an all-to-all: no rank ever has all rows of all classes."""
+        if "_exchanged" not in self.__dict__:
+            assert self.how.dim is not None
+            own = recut(self.all_rows, self.how.dim, self.bridge.share.cut(self.how.inner))
+            self.__dict__["_exchanged"] = self.bridge.out(own.local)
+        return cast("torch.Tensor", self.__dict__["_exchanged"])
+
+
+def own_rows_of(value: SplitTensor, bridge: RowBridge, how: Batched) -> OwnRowsOf:
+    """The own rows of a value that is cut in another dim than the rows."""
+    assert how.dim is not None
+    made = cast("OwnRowsOf", shard(value.local, value.place, value.cut, value.ranks, kind=OwnRowsOf))
+    shape = list(value.global_shape)
+    shape[how.dim] = bridge.share.cut(how.inner).length(bridge.ranks.rank)
+    made.__dict__.update(all_rows=value, bridge=bridge, how=how, global_shape=torch.Size(shape))
+    return made
+
+
+def _leave_all(found: Any, value: OwnRowsOf) -> Any:
+    if not isinstance(found, torch.Tensor):
+        return type(found)([_leave_all(each, value) for each in found])
+    dim = value.how.dim
+    assert dim is not None
+    if found.ndim < value.ndim:  # the cut dim was reduced
+        dim -= value.all_rows.place < dim
+    return value.bridge.leave(found, value.how._replace(dim=dim))
+
+
+def _dim_of(name: str, args: Any, kwargs: Any) -> int | None:
+    if name == "topk":  # its first argument is k
+        return int(kwargs.get("dim", args[2] if len(args) > 2 else -1))
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return dim if isinstance(dim, int) and not isinstance(dim, bool) else None
+
+
+def _cross_entropy(
+    logits: OwnRowsOf,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    """Of the own rows, without ever gathering the logits: targets go to all ranks, each row's loss comes back to its rank."""
+    bridge, how = logits.bridge, logits.how
+    if size_average is not None or reduce is not None or how.dim != 0 or logits.all_rows.place != 1:
+        return None
+    if isinstance(target, SplitTensor) or target.requires_grad or target.shape[0] != logits.shape[0]:
+        return None
+    everyones = whole(shard(target, 0, bridge.share.cut(how.inner), bridge.ranks))
+    each = functional.cross_entropy(
+        logits.all_rows, everyones, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    own: torch.Tensor = bridge.leave(each, how)
+    if reduction == "none":
+        return own
+    total = own.sum()
+    if reduction == "sum":
+        return total
+    if target.is_floating_point():
+        return total / own.numel()
+    live = target != ignore_index
+    if weight is None:
+        return total / live.sum()
+    return total / (weight[target.where(live, 0)] * live).sum()

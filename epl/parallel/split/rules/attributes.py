@@ -1,0 +1,117 @@
+"""What is asked of a value, rather than computed from it: nothing is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from epl.errors import SplitError
+from epl.graph.spec import swap
+from epl.parallel.split.rules.common import like
+from epl.parallel.split.rules.registry import RULES, rule
+from epl.parallel.split.value import SplitTensor, shard, take, whole
+
+
+@rule(
+    "is_floating_point",
+    "is_complex",
+    "is_nonzero_type",
+    "is_signed",
+    "element_size",
+    "is_inference",
+    "is_conj",
+    "is_neg",
+)
+def rule_kind(func: Any, input: SplitTensor) -> Any:
+    return func(input.seen())
+
+
+@rule("numel")
+def rule_numel(func: Any, input: SplitTensor) -> int:
+    return input.shape.numel()
+
+
+@rule("is_same_size")
+def rule_is_same_size(func: Any, input: torch.Tensor, other: torch.Tensor) -> bool:
+    return input.shape == other.shape
+
+
+@rule("result_type")
+def rule_result_type(func: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = swap((args, kwargs), SplitTensor, _dims_and_kind)
+    return func(*args, **kwargs)
+
+
+def _dims_and_kind(value: SplitTensor) -> torch.Tensor:
+    return torch.empty([0] * value.ndim, dtype=value.dtype, device="meta") if value.ndim else value.seen().to("meta")
+
+
+@rule("stride", "storage_offset", "data_ptr")
+def rule_memory(func: Any, input: SplitTensor, dim: int | None = None) -> Any:
+    if func.__name__ != "stride":
+        return func(input.seen())
+    # Of a whole tensor whose dims lie in the order in which this block's do.
+    strides, step = [0] * input.ndim, 1
+    for d in sorted(range(input.ndim), key=lambda d: (input.seen().stride(d), -d)):
+        strides[d], step = step, step * max(1, input.shape[d])
+    return tuple(strides) if dim is None else strides[dim]
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+def rule_data(func: Any, input: SplitTensor) -> Any:
+    """The same memory without the graph; what is done to it in place is done to the value."""
+    if input.is_partial:
+        raise SplitError(f"{input!r}.data would be the sum, and a change of it would not be seen: use .detach()")
+    return like(input, input.local.data)
+
+
+def rule_grad(func: Any, input: SplitTensor) -> Any:
+    found = input.seen().grad
+    if found is None or input.is_partial:
+        return found
+    return like(input, found)
+
+
+RULES[_getter("data")] = rule_data
+RULES[_getter("grad")] = rule_grad
+
+
+@rule("retain_grad")
+def rule_retain_grad(func: Any, input: SplitTensor) -> None:
+    input.seen().retain_grad()
+
+
+@rule("register_hook")
+def rule_register_hook(func: Any, input: SplitTensor, hook: Any) -> Any:
+    """The hook sees the gradient as a split value; every rank's backward calls it."""
+    if input.is_partial:  # the gradient of an addend is that of the sum
+        return input.seen().register_hook(hook)
+
+    def on_block(gradient: torch.Tensor) -> Any:
+        found = hook(shard(gradient, input.place, input.cut, input.ranks))
+        if not isinstance(found, SplitTensor) or (found.place, found.cut) != (input.place, input.cut):
+            found = whole(found)
+            return None if found is None else take(found, input.place, input.cut, input.ranks)
+        return found.local
+
+    return input.local.register_hook(on_block)
+
+
+@rule("grad", spaces=(torch.autograd,))
+def rule_autograd_grad(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gradients of split inputs are split as they are; everything else is whole."""
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    if any(isinstance(value, SplitTensor) and value.is_partial for value in given):
+        raise SplitError("torch.autograd.grad with respect to a partial sum: ask for what it is computed from")
+    outputs, args, kwargs = swap((outputs, args, kwargs), SplitTensor, whole)
+    found = func(
+        outputs, [value.local if isinstance(value, SplitTensor) else value for value in given], *args, **kwargs
+    )
+    return tuple(
+        like(value, gradient) if isinstance(value, SplitTensor) and gradient is not None else gradient
+        for value, gradient in zip(given, found, strict=True)
+    )

@@ -1,0 +1,12 @@
+"""Models with parts under `split`: wired into `parallelize`.
+
+cutting.py     decides how the parts are split, alike on all ranks, and cuts the parameters of this rank
+shared.py      on devices that all TaskGraphs share: what happens around every call of the model, and who shares gradients
+ownrows.py     where ranks have rows of their own: which, in the call or micro batch under way
+trampoline.py  the forward of a model until it is cut
+rowmap.py      how the arguments and results of split parts carry the batch, from a recorded forward
+staged.py      split TaskGraphs that are stages of a pipeline
+entries.py     `state_dict` and `load_state_dict` of a model that is cut
+whole.py       the whole state, gathered and loaded
+stepping.py    optimizers that look at more than one element of a parameter at a time
+"""

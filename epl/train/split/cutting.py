@@ -1,0 +1,129 @@
+"""How the split TaskGraphs of a model are cut: decided once, alike on all ranks, and carried out on this one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from epl.cluster.communication import Job
+from epl.config import Config
+from epl.errors import SplitError
+from epl.graph import TaskGraphs
+from epl.graph.deferred import is_deferred, materialise_whole
+from epl.parallel.split.choose import choose
+from epl.parallel.split.part import SplitPart
+from epl.parallel.split.ranks import SplitRanks
+from epl.plan.split.layout import ParameterLayout, set_layout
+from epl.plan.split.splitplan import SplitPlan
+from epl.report.log import notice
+
+
+def split_parameters(model: nn.Module, taskgraphs: TaskGraphs, names: Collection[str]) -> set[str]:
+    """The parameters that may be cut, by their first names: those that belong to these TaskGraphs under all their names.
+
+    A weight that is tied to another TaskGraph stays whole, on every rank, with a notice.
+    """
+    owners: dict[int, set[str | None]] = {}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        taskgraph = taskgraphs.of_parameter.get(name)
+        owners.setdefault(id(parameter), set()).add(None if taskgraph is None else taskgraph.name)
+        first.setdefault(id(parameter), name)
+    for key, found in owners.items():
+        if len(found) > 1 and found.intersection(names):
+            notice(
+                f"{first[key]} is tied between TaskGraphs ({', '.join(sorted(map(str, found)))}): it is not split, every rank has the "
+                "whole of it"
+            )
+    return {first[key] for key, found in owners.items() if found <= set(names)}
+
+
+def decide(
+    job: Job, root: nn.Module, ways: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], fixed: Mapping[str, None]
+) -> SplitPlan:
+    """Rank 0's plan for a module that is called like this, on every rank; what cannot be split raises on all ranks."""
+    found: SplitPlan | None = None
+    problem = ""
+    try:
+        found = choose(root, ways, args, kwargs, fixed=fixed)
+    except SplitError as error:
+        problem = str(error)
+    everyone = job.gather("deciding how the model is split", problem)
+    told = next((text for text in everyone if text), "")
+    if told:
+        raise SplitError(str(told))
+    plan = job.share("deciding how the model is split", found)
+    assert isinstance(plan, SplitPlan)
+    return plan
+
+
+def agree_on_deferred(job: Job, model: nn.Module) -> None:
+    """Large parameters that have no memory yet (epl/graph/deferred) must come out the same on all ranks; all ranks call it together.
+
+    Each rank makes its own block from the random state in which the parameter was built. Where ranks were seeded differently it
+    is built whole, so that rank 0's numbers can be sent.
+    """
+    waiting = [(name, p) for name, p in model.named_parameters() if is_deferred(p)]
+    samples = [(name, p.detach()[0].flatten()[:8].tolist()) for name, p in waiting]
+    everyone = job.gather("parameters without memory", samples)
+    if all(said == everyone[0] for said in everyone):
+        return
+    for name, parameter in waiting:
+        notice(
+            f"{name} is built whole on every rank, and then cut: ranks were seeded differently, and it is to have rank 0's numbers. Call "
+            "torch.manual_seed with the same seed on all ranks before the model is built to save that memory"
+        )
+        materialise_whole(parameter)
+
+
+class CutParameters:
+    """The parameters of a model that are cut over the ranks of a split, and what was cut along with them."""
+
+    def __init__(self, ranks: SplitRanks) -> None:
+        self.ranks = ranks
+        self.parts: list[SplitPart] = []
+        self.layouts: dict[nn.Parameter, ParameterLayout] = {}
+
+    def cut(
+        self, root: nn.Module, plan: SplitPlan, config: Config, optimizers: Sequence[Optimizer], **more: Any
+    ) -> SplitPart:
+        """Cut a module in place; the state of these optimizers is cut with it."""
+        named = dict(root.named_parameters())
+        settings = config.split
+        for name, parameter in named.items():
+            if plan.choices.get(name) is None and is_deferred(parameter):
+                materialise_whole(parameter)
+        part = SplitPart(
+            root,
+            plan,
+            self.ranks,
+            sequence_parallel=settings.sequence_parallel,
+            exact_dropout=settings.exact_dropout,
+            **more,
+        )
+        for name, layout in part.layouts.items():
+            parameter = named[name]
+            set_layout(parameter, layout)
+            self.layouts[parameter] = layout
+            for optimizer in optimizers:
+                self.cut_state(optimizer, parameter, layout)
+        self.parts.append(part)
+        return part
+
+    def cut_state(self, optimizer: Optimizer, parameter: nn.Parameter, layout: ParameterLayout) -> None:
+        """What an optimizer has kept for a whole parameter becomes that of the block."""
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == layout.shape:
+                optimizer.state[parameter][key] = layout.take(value, self.ranks.rank)
+
+    def undo(self) -> None:
+        """Let go: the blocks stay as they are."""
+        for part in self.parts:
+            part.undo(gather=False)
+        for parameter in self.layouts:
+            set_layout(parameter, None)
+        self.parts, self.layouts = [], {}

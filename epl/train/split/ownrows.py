@@ -1,0 +1,203 @@
+"""Ranks with rows of their own: which rows the call under way has, and how they go into the split parts and come out.
+
+A call may be cut into micro batches. Every rank cuts its own rows, so that micro batch m of a replica is what its ranks have as
+their m-th. What a rank's loss counts for is a matter of the whole call: the weights are the same for all its micro batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from epl.cluster.communication import Job
+from epl.data import active_share
+from epl.errors import PlanError
+from epl.graph.crossings import module_crossings
+from epl.graph.record import RecordedCall, Recordings
+from epl.graph.record.chance import torch_streams_kept
+from epl.graph.record.leaf import stand_in
+from epl.graph.record.modules import TaskGraphOf
+from epl.graph.record.tree import skeleton
+from epl.parallel.split.ranks import SplitRanks
+from epl.parallel.split.rows import PLAIN, PartCall, RowBridge, RowShare
+from epl.plan.batch import cut_evenly
+from epl.plan.bridges import Crossing
+from epl.train.cut.call import Around
+from epl.train.split.rowmap import RowMap, fitting, row_map
+
+_MAPS = 256  # signatures that are kept
+
+
+class Part(NamedTuple):
+    """A module that is going to be split, and how the forward calls it."""
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fixed: Mapping[str, None]
+    """Its parameters that are not to be cut."""
+    border: Border
+
+
+class _Now(NamedTuple):
+    """What is being computed: one call, or one micro batch of it."""
+
+    calls: RowMap
+    bridge: RowBridge
+    numbers: dict[nn.Module, int] | None
+    """How often each part was called so far; None while a checkpoint computes again, in another order."""
+
+
+class OwnRows:
+    """The rows of a model's calls on the ranks of one replica."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        owners: TaskGraphOf,
+        ranks: SplitRanks,
+        replica: Sequence[int],
+        names: Collection[str],
+        *,
+        micro_batches: int,
+    ) -> None:
+        """`replica`: the ranks of this one's replica in the job, in the order of `ranks`; `names`: the split TaskGraphs."""
+        self._job, self._title, self._ranks, self._replica = job, type(model).__name__, ranks, replica
+        self._names, self._asked = names, micro_batches
+        self._recordings = Recordings(model, owners, device=job.device)
+        self._maps: dict[RecordedCall, RowMap] = {}
+        self._now: _Now | None = None
+        self._counts: tuple[int, ...] = ()
+
+    @property
+    def micro_batches(self) -> int:
+        """Into how many micro batches the call under way is cut: no more than the rank with the fewest rows can."""
+        return min(self._asked, *self._counts)
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call begins: ranks tell each other how many rows they have."""
+        recorded = self._recordings.of(args, kwargs, 1)
+        calls = self._maps.get(recorded)
+        if calls is None:
+            calls = self._maps[recorded] = row_map(recorded, self._names)
+            if len(self._maps) > _MAPS:
+                del self._maps[next(iter(self._maps))]
+        share = active_share()
+        padded = share is not None and share.padded
+        said = self._job.meet(f"calling {self._title}, which is split", recorded.rows << 1 | padded).wait()
+        told = [said.bits[rank] for rank in self._replica]
+        self._counts = tuple(bits >> 1 for bits in told)
+        share_of_rows = RowShare.of(self._counts, [not bits & 1 for bits in told])
+        self._now = _Now(calls, RowBridge(self._ranks, share_of_rows), {})
+
+    def around(self) -> Around:
+        """What surrounds the micro batches of the call that has just begun, whenever they are computed."""
+        assert self._now is not None
+        calls, whole = self._now.calls, self._now.bridge.share
+        cuts = [cut_evenly(0, rows, self.micro_batches) for rows in self._counts]
+        bridges = [
+            RowBridge(self._ranks, whole.of_micro_batch([stop - start for start, stop in those]))
+            for those in zip(*cuts, strict=True)
+        ]
+
+        @contextlib.contextmanager
+        def micro_batch(number: int, again: bool) -> Iterator[None]:
+            before, self._now = self._now, _Now(calls, bridges[number], None if again else {})
+            try:
+                yield
+            finally:
+                self._now = before
+
+        return micro_batch
+
+    def parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[str]) -> list[Part]:
+        """Every module of a split TaskGraph that the forward calls; `own`: the parameters of split TaskGraphs."""
+        recorded = self._recordings.of(args, kwargs, 1)
+        calls = row_map(recorded, self._names)
+        paths = {module: path for path, module in recorded.whole.modules.items()}
+        held = {name for module in calls for name, _ in module.named_parameters(prefix=paths[module])}
+        loose = sorted(own - held)
+        if loose:
+            raise PlanError(
+                f"the parameter {loose[0]} is under split and used by code outside of any module under split, while ranks have rows of their "
+                "own under replicate: put it into a module of its own, built under the same scope, that uses it in its forward"
+            )
+        first_call: dict[nn.Module, fx.Node] = {}
+        for node in recorded.whole.nodes:
+            if node.op == "call_module" and node.meta.get("taskgraph") in self._names:
+                first_call.setdefault(recorded.whole.modules[str(node.target)], node)
+        found = []
+        for module in calls:
+            path = paths[module]
+            names = [name for name, _ in module.named_parameters(prefix=path)]
+            fixed = {name.removeprefix(f"{path}."): None for name in names if name not in own}
+            found.append(Part(path, module, *_example(first_call[module]), fixed, Border(self, module)))
+        return found
+
+    def crossings(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Crossing]:
+        """What goes from TaskGraph to TaskGraph in such a call, on all ranks of the replica."""
+        return module_crossings(self._recordings.of(args, kwargs, 1), self._asked, self._ranks.ways)
+
+    def call_of(self, module: nn.Module, shapes: list[torch.Size]) -> tuple[PartCall, RowBridge]:
+        """Which recorded call of a part this is, and the rows it is made with."""
+        now = self._now
+        found = None
+        if now is not None:
+            calls = now.calls.get(module, ())
+            number = len(calls)
+            if now.numbers is not None:
+                number = now.numbers.get(module, 0)
+                now.numbers[module] = number + 1
+            found = fitting(calls, number, shapes)
+        if found is None or now is None:
+            raise PlanError(
+                f"{type(module).__name__}, which is under split, was called with tensors of shape {[tuple(s) for s in shapes]}, not as in the "
+                "forward of the model: ranks have rows of their own, and which dim has them is known for calls inside model(...) only"
+            )
+        return found, now.bridge
+
+
+class Border:
+    """The border of one part: `Boundary` of epl/parallel/split/boundary.py."""
+
+    def __init__(self, rows: OwnRows, module: nn.Module) -> None:
+        self._rows, self._module = rows, module
+        self._stack: list[tuple[PartCall, RowBridge]] = []
+
+    def enter(self, tree: Any, ranks: SplitRanks) -> Any:
+        leaves, fill = skeleton(tree)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        call, bridge = self._rows.call_of(self._module, [t.shape for t in tensors])
+        self._stack.append((call, bridge))
+        how = iter(call.inputs)
+        return fill([bridge.enter(leaf, next(how)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+    def leave(self, tree: Any, ranks: SplitRanks) -> Any:
+        call, bridge = self._stack.pop()
+        leaves, fill = skeleton(tree)
+        how = iter(call.outputs)
+        return fill(
+            [bridge.leave(leaf, next(how, PLAIN)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        )
+
+
+def _example(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments like those of a recorded call, with numbers that code may look at (labels: first classes)."""
+
+    def one(tree: Any) -> Any:
+        if hasattr(tree, "meta") and "spec" in tree.meta:
+            return stand_in(tree.meta["spec"])
+        if isinstance(tree, (tuple, list)):
+            return type(tree)([one(each) for each in tree])
+        if isinstance(tree, dict):
+            return {key: one(each) for key, each in tree.items()}
+        return tree
+
+    with torch_streams_kept():
+        return one(node.args), one(dict(node.kwargs))

@@ -1,0 +1,254 @@
+"""Split parts on devices that all TaskGraphs share: what happens at the first call of the model, and around every call.
+
+    split only            all ranks of a replica compute on the same rows; the whole model is one split part, in which only the
+                          parameters of split TaskGraphs are cut
+    replicate and split   every rank has rows of its own; each split module is a part, with bridges at its borders (parallel/split/rows.py)
+
+Gradients: a cut parameter's are the replica's own, shared with the same rank of the other replicas. Those of whole parameters are
+the same on all ranks of a replica (split only), or one rank's share (rows of its own), and shared with all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from epl import _torch
+from epl.data import active_share
+from epl.env import Env
+from epl.graph import TaskGraphs
+from epl.graph.owners import owners_of
+from epl.parallel import GradientReducer, sync_batch_norm
+from epl.parallel.clip_torch import count_over
+from epl.parallel.hook import ModuleHook
+from epl.parallel.split.part import SplitPart
+from epl.parallel.split.ranks import GroupRanks
+from epl.plan.bridges import describe_bridges
+from epl.report.log import notice
+from epl.train.policy import reduce_policy
+from epl.train.scaling import agree_on_unscaling
+from epl.train.split.cutting import CutParameters, decide, split_parameters
+from epl.train.split.entries import mind_entries
+from epl.train.split.ownrows import OwnRows
+from epl.train.split.stepping import step_whole_where_needed
+from epl.train.split.trampoline import Trampoline
+from epl.train.split.whole import SplitState
+from epl.train.weights import within_replica
+
+if TYPE_CHECKING:
+    from epl.train.replicas import Replicas
+
+
+class SharedSplit:
+    """The split TaskGraphs of one model; the ranks of its replica divide their parameters."""
+
+    def __init__(self, env: Env, model: nn.Module, replicas: Replicas, taskgraphs: TaskGraphs) -> None:
+        self._env, self._model, self._replicas, self._taskgraphs = env, model, replicas, taskgraphs
+        self._job = env.job("epl.parallelize")
+        plan = replicas.plan
+        self.names = frozenset(t.name for t in plan.taskgraphs if t.kind == "split")
+        lists = [list(plan.replica_ranks(replica)) for replica in range(plan.num_replicas)]
+        self._across_lists = [list(ranks) for ranks in zip(*lists, strict=True)]
+        self.group = replicas.new_groups(lists)
+        self._across = replicas.new_groups(self._across_lists) if plan.num_replicas > 1 else None
+        self.ranks = GroupRanks(self.group, self._job.device, replicas.guard)
+        self.cut = CutParameters(self.ranks)
+        self.has_rows = plan.parts > 1
+        self.placed = self._placing = False
+        self.rows: OwnRows | None = None
+        """Where ranks have rows of their own: which, in the call under way."""
+        if self.has_rows:
+            owners = owners_of(model, taskgraphs)
+            own = plan.replica_ranks(plan.ranks[self._job.rank].replica)
+            self.rows = OwnRows(
+                self._job, model, owners, self.ranks, own, self.names, micro_batches=plan.settings.num_micro_batch
+            )
+        self._part: SplitPart | None = None
+        """The whole model, where all ranks have the same rows."""
+        self._trampoline = Trampoline(model) if not self.has_rows and plan.settings.num_micro_batch == 1 else None
+        hook = ModuleHook(self._before_call)
+        replicas.at_close(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+
+    # ---- around calls ------------------------------------------------------------------------------------------------
+
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _torch.fake_mode_is_on() or _torch.backward_id() != -1 or self._placing:
+            return  # recorded, computed again by a checkpoint, or tried out (with numbers, where its code looks at them)
+        cut = self._replicas.cut
+        with (
+            cut.as_it_is() if cut is not None else contextlib.nullcontext()
+        ):  # its own forward is recorded, not its stand-in
+            if not self.placed:
+                self._placing = True
+                try:
+                    self._place(args, kwargs)
+                finally:
+                    self._placing = False
+            if self.rows is not None:
+                self.rows.begin(args, kwargs)
+        if self.rows is None:
+            # One that evaluates alone is told so, and so are the others: before they wait for each other, and not earlier.
+            self.ranks.before_next(self._job.meet(f"calling {type(self._model).__name__}, which is split").wait)
+
+    def inside(self, stage: int) -> AbstractContextManager[None]:
+        """What surrounds the forward of a micro batch: code that belongs to no module sees parameters as split, too."""
+        return contextlib.nullcontext() if self._part is None else self._part.entered()
+
+    # ---- once --------------------------------------------------------------------------------------------------------
+
+    def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        replicas, model, config = self._replicas, self._model, self._env.config
+        own = split_parameters(model, self._taskgraphs, self.names)
+        optimizers = replicas.optimizers
+        if self.rows is None:
+            fixed = {name: None for name, _ in model.named_parameters() if name not in own}
+            plan = decide(self._job, model, self.ranks.ways, args, kwargs, fixed)
+            # In micro batches the code of the forward runs later, without it: `inside` surrounds that.
+            in_one = replicas.plan.settings.num_micro_batch == 1
+            if self._trampoline is not None:
+                self._trampoline.remove()
+            self._part = self.cut.cut(model, plan, config, optimizers, wraps_itself=in_one)
+            notice(f"split over {self.ranks.ways} ranks:\n{plan.describe()}")
+        else:
+            bridged = replicas.plan.with_bridges(self.rows.crossings(args, kwargs))
+            replicas.plan = self._env.plan = bridged
+            notice(describe_bridges(bridged.bridges))
+            for part in self.rows.parts(args, kwargs, own):
+                plan = decide(self._job, part.module, self.ranks.ways, part.args, part.kwargs, part.fixed)
+                self.cut.cut(part.module, plan, config, optimizers, boundary=part.border)
+                notice(f"{part.path}, split over {self.ranks.ways} ranks:\n{plan.describe()}")
+        self.placed = True
+        replicas.at_close(self.cut.undo)
+        replicas.at_close(mind_entries(model, self.ranks.rank))
+        replicas.at_close(count_over(self.cut.layouts, self.group, meet=self._meet_for_norm))
+        replicas.at_close(step_whole_where_needed(model, self.ranks))
+        replicas.at_close(agree_on_unscaling(replicas.trains, replicas.any_rank))
+        self._sync_batch_norm()
+        replicas.reducers += self._make_reducers()
+        for reducer in replicas.reducers:
+            replicas.at_close(reducer.close)
+
+    def _meet_for_norm(self) -> None:
+        self._job.meet("the norm of split gradients").wait()
+
+    def whole_state(self) -> SplitState | None:
+        """How the whole state is gathered and loaded, once parameters are cut."""
+        return SplitState(self._model, self._job, self.ranks) if self.placed else None
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def _make_reducers(self) -> list[GradientReducer]:
+        replicas, plan = self._replicas, self._replicas.plan
+        after = self._env.config.communication.clip_after_allreduce
+        policy = reduce_policy(self._env.config, "backward" if after else "step")
+        across, outside = self._across, replicas.outside
+        if not self.has_rows:
+            if across is None:
+                return []
+            return [self._reducer(self._model, across, policy, replicas.replica_factor, extra=outside)]
+        cut = set(map(id, self.cut.layouts))
+        whole = _Some(self._model, cut, wanted=False)
+        made = []
+        if after:
+            first, *others = self._env.communicators()
+            made.append(self._reducer(whole, first, policy, replicas.factor, extra=outside, communicators=others))
+        else:
+            within = dataclasses.replace(policy, when="backward")
+            made.append(
+                self._reducer(
+                    whole,
+                    self.group,
+                    within,
+                    lambda: plan.parts * within_replica(plan.parts, active_share()),
+                    extra=outside,
+                )
+            )
+            if across is not None:
+                made.append(self._reducer(whole, across, policy, replicas.replica_factor, extra=outside))
+        if across is not None:
+            made.append(self._reducer(_Some(self._model, cut, wanted=True), across, policy, replicas.replica_factor))
+        return made
+
+    def _reducer(
+        self, module: nn.Module, group: dist.ProcessGroup, policy: Any, factor: Any, **more: Any
+    ) -> GradientReducer:
+        replicas = self._replicas
+        return GradientReducer(
+            module, group, policy=policy, factor=factor, guard=replicas.guard, on_new=replicas.on_new, **more
+        )
+
+    def _sync_batch_norm(self) -> None:
+        """Statistics over all replicas if asked for, and over the ranks of a replica where they divide its rows; not in split parts,
+        whose values say by themselves which rows they have."""
+        everywhere = self._env.config.communication.sync_batch_norm
+        group = None
+        if self.has_rows:
+            group = (
+                self._replicas.new_groups([list(range(self._replicas.plan.world_size))]) if everywhere else self.group
+            )
+        elif everywhere:
+            group = self._across
+        if group is None:
+            return
+        inside = {m for part in self.cut.parts for m in part.module.modules()} if self.has_rows else set()
+        synced = sync_batch_norm(
+            _Outside(self._model, inside),
+            group,
+            factor=self._replicas.factor if self.has_rows else self._replicas.replica_factor,
+            counted=lambda: (share := active_share()) is None or not share.padded,
+            guard=self._replicas.guard,
+        )
+        self._replicas.at_close(synced.undo)
+
+
+class _Outside(nn.Module):
+    """A model without some of its modules, for whoever walks through them."""
+
+    def __init__(self, model: nn.Module, left_out: Collection[nn.Module]) -> None:
+        super().__init__()
+        self._model, self._left_out = [model], left_out
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        return (m for m in self._model[0].modules() if m not in self._left_out)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return ((n, m) for n, m in self._model[0].named_modules() if m not in self._left_out)
+
+
+class _Some(nn.Module):
+    """A model of which only some parameters are seen: those among `ids`, or the others. Its hooks are those of the model."""
+
+    def __init__(self, model: nn.Module, ids: set[int], *, wanted: bool) -> None:
+        super().__init__()
+        self._model, self._ids, self._wanted = [model], ids, wanted
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        found = self._model[0].named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, p) for name, p in found if (id(p) in self._ids) == self._wanted)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (p for _, p in self.named_parameters())
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        return iter(()) if self._wanted else self._model[0].modules()  # buffers and sparse layers are the other's
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(()) if self._wanted else self._model[0].named_buffers(*args, **kwargs)
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        return (b for _, b in self.named_buffers())
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model[0].register_forward_pre_hook(*args, **kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model[0].register_forward_hook(*args, **kwargs)

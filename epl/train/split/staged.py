@@ -1,0 +1,108 @@
+"""Split TaskGraphs that are stages of a pipeline: their ranks all have the rows of the stage, and divide its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from epl.cluster.communication import speaking
+from epl.env import Env
+from epl.errors import NotBuiltError, PlanError
+from epl.graph import registry, taskgraphs_of
+from epl.graph.record import RecordedCall
+from epl.graph.record.chance import torch_streams_kept
+from epl.graph.record.leaf import stand_in
+from epl.parallel.split.part import SplitPart
+from epl.parallel.split.ranks import GroupRanks, SplitRanks
+from epl.plan import Plan
+from epl.plan.split.splitplan import SplitPlan
+from epl.report.log import notice
+from epl.train.laneplace import LanePlace
+from epl.train.split.cutting import CutParameters, decide, split_parameters
+from epl.train.split.entries import mind_entries
+from epl.train.split.stepping import step_whole_where_needed
+
+if TYPE_CHECKING:
+    from epl.train.cut.sources import StageSource
+    from epl.train.replicas import Replicas
+
+
+def split_devices(plan: Plan) -> frozenset[int]:
+    """The logical devices of a staged plan whose ranks divide parameters, not rows."""
+    count = len(plan.taskgraphs) // plan.settings.num_chunks
+    found = {n % count for n, t in enumerate(plan.taskgraphs) if t.kind == "split" and t.width > 1}
+    mixed = {n % count for n, t in enumerate(plan.taskgraphs) if t.kind != "split"} & found
+    if mixed:
+        raise PlanError(
+            f"with pipeline.num_chunks = {plan.settings.num_chunks} TaskGraphs take turns on the same devices, and on device "
+            f"{min(mixed)} of a replica some are split and some replicate: make them alike, or use one chunk\n{plan}"
+        )
+    return frozenset(found)
+
+
+class StageSplit:
+    """The split stages of one model: decided before anything is let go of, then cut on the ranks that have them."""
+
+    def __init__(
+        self, env: Env, model: nn.Module, replicas: Replicas, source: StageSource, recorded: RecordedCall
+    ) -> None:
+        self._env, self._model, self._replicas = env, model, replicas
+        self._job = env.job("epl.parallelize")
+        self.ranks: SplitRanks | None = None
+        """The ranks of this one's stage, if that is split."""
+        self.ids: set[int] = set()
+        """Of the parameters that are cut here."""
+        self._plans: dict[str, SplitPlan] = {}
+        self._parts: dict[int, SplitPart] = {}
+        """By stage, those of this rank."""
+        taskgraphs = taskgraphs_of(model, registry)
+        with torch_streams_kept():
+            args, kwargs = recorded.arguments([stand_in(node.meta["spec"]) for node in recorded.whole.placeholders])
+        for taskgraph in replicas.plan.taskgraphs:
+            if taskgraph.kind == "split" and taskgraph.width > 1:
+                own = split_parameters(model, taskgraphs, {taskgraph.name})
+                fixed = {name: None for name, _ in model.named_parameters() if name not in own}
+                plan = decide(self._job, model, taskgraph.width, args, kwargs, fixed)
+                self._plans[taskgraph.name] = plan
+                notice(f"{taskgraph.name}, split over {taskgraph.width} ranks:\n{plan.only(own).describe()}")
+
+    def cut(self, lanes: LanePlace) -> None:
+        """Cut what is here; all ranks call it together."""
+        group = lanes.lane_group()
+        stages = [t.name for t in self._replicas.plan.taskgraphs]
+        here = [t.name for t in self._replicas.plan.taskgraphs if t.name in self._plans and self._job.rank in _ranks(t)]
+        if not here:
+            return
+        self.ranks = GroupRanks(group, self._job.device, lambda what: speaking(self._job, what))
+        cut = CutParameters(self.ranks)
+        for name in here:
+            plan = self._plans[name]
+            part = cut.cut(self._model, plan, self._env.config, self._replicas.optimizers, wraps_itself=False)
+            self._parts[stages.index(name)] = part
+        self.ids = set(map(id, cut.layouts))
+        replicas = self._replicas
+        replicas.at_close(cut.undo)
+        replicas.at_close(mind_entries(self._model, self.ranks.rank))
+        replicas.at_close(step_whole_where_needed(self._model, self.ranks))
+        replicas.at_close(register_optimizer_step_pre_hook(self._refuse_lbfgs).remove)
+
+    def inside(self, stage: int) -> AbstractContextManager[None]:
+        """What surrounds the forward of a stage: code between its modules sees split parameters as split, too."""
+        part = self._parts.get(stage)
+        return contextlib.nullcontext() if part is None else part.entered()
+
+    def _refuse_lbfgs(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if isinstance(optimizer, LBFGS) and self._replicas.trains(optimizer):
+            raise NotBuiltError(
+                "LBFGS looks at all parameters as one vector, which it cannot on stages that are split: use it on stages under "
+                "replicate, or another optimizer"
+            )
+
+
+def _ranks(taskgraph: Any) -> set[int]:
+    return {rank for ranks in taskgraph.devices for rank in ranks}

@@ -1,0 +1,359 @@
+"""The chooser: what is decided, what it costs, what is refused, and that nothing is touched."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from epl.errors import SplitError
+from epl.parallel.split.choose import choose
+from epl.plan.split.decisions import Choice
+from epl.plan.split.splitplan import SplitPlan
+from epl.report import log
+from tests.parallel.split import cases
+from tests.parallel.split.cases import MLP, in_double, make_case
+from tests.parallel.split.parity import check, plans_of
+
+REPEATED = 24
+"""Layers of a model whose plan must not cost that many times one layer's."""
+
+
+def plan_layer(name: str, ways: int = 2) -> SplitPlan:
+    case = make_case(name)
+    with in_double(case.model):
+        return plans_of(case, ways)[0]
+
+
+# ---- what is decided
+
+
+def test_a_pair_of_linears_is_columns_then_rows() -> None:
+    plan = choose(MLP(6, 10), 2, (torch.randn(4, 6, requires_grad=True),))
+    assert plan.choices == {
+        "a.weight": Choice(0, "a.weight"),
+        "a.bias": Choice(0, "a.weight"),
+        "b.weight": Choice(1, "a.weight"),
+        "b.bias": None,
+    }
+    assert [event.what for event in plan.events] == ["backward all-reduce", "all-reduce"]
+
+
+WRITTEN = {
+    "linear": F.linear,
+    "t": lambda x, w: x @ w.t(),
+    "T": lambda x, w: x @ w.T,
+    "mT": lambda x, w: x @ w.mT,
+    "H": lambda x, w: x @ w.H,
+    "transpose": lambda x, w: torch.matmul(x, w.transpose(0, 1)),
+    "swapaxes": lambda x, w: torch.mm(x, w.swapaxes(-1, 0)),
+    "inner": torch.inner,
+    "tensordot": lambda x, w: torch.tensordot(x, w, dims=([-1], [-1])),
+    "scaled": lambda x, w: F.linear(x, (w * 0.5).tanh()),
+    "divided by norm": lambda x, w: x @ (w / w.norm(dim=1, keepdim=True)).T,
+    "divided by torch.norm": lambda x, w: F.linear(x, w / torch.norm(w, dim=-1, keepdim=True)),
+    "divided by linalg.norm": lambda x, w: F.linear(x, w / torch.linalg.norm(w, dim=1, keepdim=True)),
+    "divided by root": lambda x, w: F.linear(x, w * w.pow(2).sum(1, keepdim=True).rsqrt()),
+}
+
+
+class Written(nn.Module):
+    """A pair of layers, as people write them out."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Parameter(torch.randn(10, 6)), nn.Parameter(torch.randn(6, 10)), how
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return F.linear(WRITTEN[self.how](x, self.a).relu(), self.b)
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_a_linear_layer_however_it_is_written(how: str) -> None:
+    # `.T` is an attribute and not a function: it once left all layers of Hugging Face's Falcon whole.
+    x = torch.randn(4, 6, requires_grad=True)
+    plan = choose(Written(how), 2, (x,))
+    assert plan.choices == {"a": Choice(0, "a"), "b": Choice(1, "a")}
+    assert [event.what for event in plan.events] == ["backward all-reduce", "all-reduce"]
+    assert check(cases.alone(Written(how).double(), x.detach().double()), 2) == ["all-reduce", "all-reduce"]
+
+
+@pytest.mark.parametrize("how", ["inner", "tensordot", "T"])
+def test_rows_of_a_layer_however_it_is_written(how: str) -> None:
+    class Second(Written):
+        def forward(self, x: torch.Tensor) -> Any:
+            return WRITTEN[self.how](F.linear(x, self.a).relu(), self.b)
+
+    plan = choose(Second(how), 2, (torch.randn(4, 6, requires_grad=True),))
+    assert plan.choices == {"a": Choice(0, "a"), "b": Choice(1, "a")}
+
+
+def test_fused_qkv_is_cut_by_heads() -> None:
+    x = torch.randn(5, 2, 24, requires_grad=True)
+    plan = choose(nn.MultiheadAttention(24, 6), 3, (x, x, x), {"need_weights": False})
+    assert plan.choices["in_proj_weight"] == Choice(0, "in_proj_weight", (4, 4, 4))
+    assert (plan.axes["in_proj_weight"], plan.heads) == (6, {"in_proj_weight"})
+
+
+def test_grouped_heads_share_an_axis() -> None:
+    plan = plan_layer("llama_layers")
+    query, key = plan.choices["self_attn.q_proj.weight"], plan.choices["self_attn.k_proj.weight"]
+    assert query is not None
+    assert key is not None
+    assert query.axis == key.axis
+    assert (query.inners, key.inners, plan.axes[query.axis]) == ((8,), (4,), 6)
+
+
+def test_uneven_sizes_are_dealt_out() -> None:
+    layouts = choose(MLP(6, 10), 3, (torch.randn(4, 6),)).layouts()
+    assert [tuple(layouts["a.weight"].block_shape(rank)) for rank in range(3)] == [(4, 6), (3, 6), (3, 6)]
+
+
+def test_the_plan_can_be_printed_and_sent() -> None:
+    plan = plan_layer("llama_layers")
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    text = plan.describe()
+    assert "self_attn.q_proj.weight" in text
+    assert "6 heads of 8" in text
+    assert "modeling_llama.py" in text
+    assert "all-reduce" in text
+    assert plan.fraction_held() == pytest.approx(0.5, abs=0.01)
+
+
+# ---- what it costs
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("gpt2_layers", 4), ("llama_layers", 4), ("bert_layers", 4), ("qwen3_layers", 4), ("phi3_layers", 4), ("neox_layers", 3),
+     ("falcon_layers", 4), ("mixtral_layers", 10)],
+)  # fmt: skip
+def test_collectives_of_a_transformer_layer(name: str, most: int) -> None:
+    case = make_case(name)
+    with in_double(case.model):
+        plans = plans_of(case, 2)
+        calls = check(case, 2, plans)
+    assert len(calls) <= most * len(plans), Counter(calls)
+    assert len(calls) == sum(len(plan.events) for plan in plans), "the plan says what is really sent"
+    assert not plans[0].whole or all(len(plans[0].shapes[n]) == 1 or n == "mlp.gate.weight" for n in plans[0].whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("t5_whole", 26), ("gpt2_whole", 13), ("llama_whole", 12), ("bert_whole", 15)]
+)
+def test_collectives_of_whole_models(name: str, most: int) -> None:
+    case = make_case(name)
+    with in_double(case.model):
+        assert len(check(case, 2)) <= most
+
+
+@pytest.mark.parametrize(
+    ("make", "run", "more"),
+    [(cases.gpt2, cases.causal, 4), (cases.llama, cases.causal, 4), (cases.bert, cases.padded, 4), (cases.t5, cases.causal, 10)],
+    ids=["gpt2", "llama", "bert", "t5"],
+)  # fmt: skip
+def test_collectives_of_one_more_layer(make: Any, run: Any, more: int) -> None:
+    sent = []
+    for layers in (1, 2):
+        model = make(layers)
+        sent.append(len(plans_of(cases.Case(model, [model], run, cases.ids()), 2)[0].events))
+    assert sent[1] - sent[0] == more, "of T5: 4 for a layer of the encoder, 6 for one of the decoder"
+
+
+@pytest.mark.parametrize("ways", [2, 3, 4])
+def test_heads_are_reached_beside_embedding_and_head(ways: int) -> None:
+    # Cut along what is contracted, the weights around a whole attention send less, but then every rank computes all of its heads.
+    plans = [choose(cases.Words(layers), ways, (cases.ids(vocabulary=23),)) for layers in (1, 2)]
+    for layers, plan in enumerate(plans, 1):
+        for n in range(layers):
+            name = f"layers.{n}.self_attn.in_proj_weight"
+            assert plan.choices[name] == Choice(0, name, (2, 2, 2))
+            assert (plan.axes[name], name in plan.heads) == (12, True)
+        assert plan.choices["words.weight"] == Choice(0, "words.weight")
+        assert not [name for name in plan.whole if len(plan.shapes[name]) > 1]
+    assert len(plans[1].events) - len(plans[0].events) == 4
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("heads", "ways", "nearest"), [(4, 3, "2 or 4"), (3, 2, "1 or 3"), (6, 4, "3 or 6")])
+def test_heads_that_do_not_divide_beside_embedding_and_head(layers: int, heads: int, ways: int, nearest: str) -> None:
+    with pytest.raises(SplitError, match=f"{heads} heads .* to {ways} ranks; .* {nearest}"):
+        choose(cases.Words(layers, heads), ways, (cases.ids(vocabulary=23),))
+
+
+def test_repeated_layers_are_planned_once() -> None:
+    few, many = cases.llama(layers=REPEATED // 2), cases.llama(layers=REPEATED)
+    ids = cases.ids()
+    plans = [choose(model, 2, (), {"input_ids": ids, "labels": ids, "use_cache": False}) for model in (few, many)]
+    assert plans[1].runs == plans[0].runs
+    assert plans[1].choices[f"model.layers.{REPEATED - 1}.mlp.down_proj.weight"] is not None
+    layer = (len(plans[1].events) - len(plans[0].events)) / (REPEATED // 2)
+    assert layer == 4
+
+
+# ---- nothing is touched
+
+
+class Moving(nn.Module):
+    """A module that changes itself when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = MLP(6, 10), nn.BatchNorm1d(6)
+        self.calls, self.seen = 0, list[Any]()
+        self.register_buffer("kept", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        self.seen.append(x)
+        self.last = x
+        self.kept += 1
+        random.random()
+        return F.dropout(self.norm(self.net(x)), 0.5)
+
+
+def test_nothing_is_left_behind() -> None:
+    module, x = Moving(), torch.randn(4, 6)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    inside, chance, numbers, given = set(module.__dict__), random.getstate(), torch.get_rng_state(), x.clone()
+    choose(module, 2, (x,))
+    assert (module.calls, module.seen, set(module.__dict__)) == (0, [], inside)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    assert random.getstate() == chance
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert torch.equal(x, given)
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def test_a_cache_among_the_arguments_is_not_changed() -> None:
+    from transformers import DynamicCache
+
+    model = cases.gpt2()
+    cache = DynamicCache(config=model.config)
+    choose(model, 2, (), {"input_ids": cases.ids(), "past_key_values": cache})
+    assert cache.get_seq_length() == 0
+
+
+def test_code_that_looks_at_values_is_planned_on_them() -> None:
+    class Branch(MLP):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x) if x.sum() > 0 else x
+
+    module, x = Branch(6, 10), torch.ones(4, 6)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    assert choose(module, 2, (x,)).choices["b.weight"] == Choice(1, "a.weight")
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+def test_parameters_without_memory() -> None:
+    with torch.device("meta"):
+        module = MLP(6, 10)
+    assert choose(module, 2, (torch.randn(4, 6),)).choices["b.weight"] == Choice(1, "a.weight")
+
+
+# ---- what is given beforehand
+
+
+def test_a_parameter_can_be_kept_whole_or_cut_elsewhere() -> None:
+    plan = choose(MLP(6, 10), 2, (torch.randn(4, 6),), fixed={"b.weight": 0, "a.weight": None})
+    assert plan.choices["a.weight"] is None
+    assert plan.choices["b.weight"] == Choice(0, "b.weight")
+
+
+def test_the_plan_of_hugging_face_is_used_and_named() -> None:
+    plan = plan_layer("llama_layers")
+    assert plan.reasons["self_attn.q_proj.weight"].startswith("Hugging Face's tp_plan: columns")
+    assert plan_layer("gpt2_layers").reasons["mlp.c_fc.weight"].startswith("columns"), "GPT-2 has none"
+
+
+def test_a_bad_plan_of_hugging_face_is_not_used(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case("llama_layers")
+    plan = {"layers.*.self_attn.q_proj": "rowwise", "layers.*.self_attn.o_proj": "colwise"}
+    monkeypatch.setattr(type(case.model.config), "base_model_tp_plan", plan)
+    monkeypatch.setattr(log.logger, "propagate", True)
+    monkeypatch.setattr(log, "_said", set())
+    with in_double(case.model), caplog.at_level(logging.INFO, "epl"):
+        found = plans_of(case, 2)[0]
+    assert found.choices["self_attn.q_proj.weight"] == Choice(0, found.choices["self_attn.q_proj.weight"].axis, (8,))  # type: ignore[union-attr]
+    assert any("Hugging Face's tp_plan leaves more whole or sends more" in r.message for r in caplog.records)
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(("heads", "ways", "nearest"), [(4, 3, "2 or 4"), (3, 2, "1 or 3"), (2, 3, "1 or 2")])
+def test_heads_that_do_not_divide(heads: int, ways: int, nearest: str) -> None:
+    with pytest.raises(SplitError, match=f"{heads} heads .* to {ways} ranks; .* {nearest}"):
+        choose(nn.TransformerEncoderLayer(24, heads, 48, 0.0, batch_first=True), ways, (torch.randn(2, 5, 24),))
+
+
+def test_groups_of_heads_that_do_not_divide() -> None:
+    case = cases.llama(key_values=3)
+    x = torch.randn(2, 7, 48)
+    rotary = case.model.rotary_emb(x, torch.arange(7)[None])
+    with pytest.raises(SplitError, match=r"3 heads \(or groups of heads\) .* to 2 ranks; .* 1 or 3"):
+        choose(case.model.layers[0], 2, (x,), {"position_embeddings": rotary})
+
+
+def test_all_problems_at_once() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.MultiheadAttention(28, 7, batch_first=True)
+            self.two = nn.MultiheadAttention(20, 5, batch_first=True)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return self.one(x, x, x)[0], self.two(y, y, y)[0]
+
+    with pytest.raises(SplitError) as caught:
+        choose(Two(), 2, (torch.randn(2, 5, 28), torch.randn(2, 5, 20)))
+    assert "one.in_proj_weight: 7 heads" in str(caught.value)
+    assert "two.in_proj_weight: 5 heads" in str(caught.value)
+
+
+def test_fewer_columns_than_ranks_are_cut_along_the_rows() -> None:
+    plan = choose(nn.Linear(4, 2), 3, (torch.randn(5, 4),))
+    assert plan.choices == {"weight": Choice(1, "weight"), "bias": None}
+    assert plan.reasons["weight"] == "too few for 3 ranks the other way: columns"
+    check(cases.alone(nn.Linear(4, 2).double(), torch.randn(5, 4, dtype=torch.float64)), 3)
+
+
+def test_a_small_weight_with_fewer_of_everything_than_ranks_stays_whole() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64))
+    plan = choose(module, 3, (torch.randn(5, 2),))
+    assert plan.choices["0.weight"] is None
+    assert plan.choices["4.weight"] == Choice(1, "2.weight")
+
+
+def test_fewer_features_than_ranks() -> None:
+    with pytest.raises(SplitError, match="cannot be divided over 4 ranks"):
+        choose(nn.Linear(3, 2), 4, (torch.randn(5, 3),))
+
+
+def test_what_stays_whole_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.mlp = nn.LSTM(8, 8, batch_first=True), MLP(8, 16)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.mlp(self.lstm(x)[0])
+
+    monkeypatch.setattr(log.logger, "propagate", True)
+    monkeypatch.setattr(log, "_said", set())
+    with caplog.at_level(logging.WARNING, "epl"):
+        plan = choose(Recurrent(), 2, (torch.randn(2, 5, 8),))
+    assert [name for name in plan.layouts() if "lstm" in name] == []
+    assert "mlp.a.weight" in plan.layouts()
+    (text,) = [r.message for r in caplog.records]
+    assert "lstm (LSTM: lstm needs it" in text
+    assert "epl.split_rule" in text

@@ -1,0 +1,159 @@
+"""Loops over a model whose ranks have rows of their own beside split parts, cut into micro batches of unequal sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import epl
+from epl.parallel.split.rows import OwnRowsOf
+from epl.parallel.split.value import SplitTensor
+from tests.harness import run_ranks
+from tests.parity.compare import Run, assert_same
+
+ROWS, MICRO_BATCHES = 5, 3  # 15 rows on 2 ranks: 8 and 7, in micro batches of 3, 3, 2 and 3, 2, 2
+
+
+class Net(nn.Module):
+    """Replicated, split and replicated again; the split part is called twice, once inside a checkpoint."""
+
+    def __init__(self, annotated: bool) -> None:
+        super().__init__()
+        with epl.replicate(2) if annotated else contextlib.nullcontext():
+            self.first = nn.Linear(6, 8)
+        with epl.split(2) if annotated else contextlib.nullcontext():
+            self.wide = nn.Sequential(nn.Linear(8, 15), nn.GELU(), nn.Linear(15, 8))
+            self.head = nn.Linear(8, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        h = h + checkpoint(self.wide, h, use_reentrant=False)
+        return self.head(h + 0.5 * self.wide(h))
+
+
+Step = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def plain_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def read_first(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """All forwards, then all backwards: a checkpoint computes again when another micro batch was the last to run."""
+    loss = F.cross_entropy(model(x), y)
+    assert loss.item() > 0
+    loss.backward()
+    return loss
+
+
+def two_calls(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(model(x), y) + 0.1 * model(x.flip(1)).square().mean()
+    loss.backward()
+    return loss
+
+
+def evaluated_between(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        before = F.cross_entropy(model(x[:1]), y[:1])
+    assert bool(before > 0)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    assert int((model(x).argmax(1) == y).sum()) <= len(y)
+    return loss
+
+
+STEPS: dict[str, Step] = {s.__name__: s for s in (plain_loss, read_first, two_calls, evaluated_between)}
+
+
+def _train(name: str, annotated: bool, batch_size: int) -> Run:
+    torch.manual_seed(3)
+    model = Net(annotated).double()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rows = torch.randn(40, 6, dtype=torch.float64), torch.randint(0, 9, (40,))  # the last batch is smaller
+    loader: Any = DataLoader(TensorDataset(*rows), batch_size=batch_size)
+    mean: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss  # noqa: E731
+    if annotated:
+        model, optimizer, loader = epl.parallelize(model, optimizer, loader)
+        mean = epl.global_mean
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = STEPS[name](model, x, y)
+        optimizer.step()
+        losses.append(mean(loss).item())
+    return Run(losses, epl.full_state_dict(model) if annotated else model.state_dict())
+
+
+def _on_a_rank(name: str) -> Run:
+    settings = {
+        "cluster.colocate_split_and_replicate": True,
+        "pipeline.num_micro_batch": MICRO_BATCHES,
+        "communication.timeout": 60,
+    }
+    epl.init(epl.Config(settings))
+    return _train(name, True, ROWS)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_equals_one_device(name: str) -> None:
+    expected = _train(name, False, ROWS * MICRO_BATCHES)
+    for found in run_ranks(_on_a_rank, 2, name):
+        assert_same(found, expected)
+
+
+def _whole_logits() -> tuple[tuple[int, ...], bool]:
+    epl.init(epl.Config({"cluster.colocate_split_and_replicate": True}))
+    rank = epl.Env.get().cluster.rank
+    torch.manual_seed(0)
+    model = Net(True)
+    epl.parallelize(model)
+    x = torch.randn(4, 6)[rank::2]
+    logits = model(x)
+    return tuple(epl.whole(logits).shape), bool(torch.equal(epl.whole(logits).argmax(1), logits.argmax(1)))
+
+
+def test_whole_logits_are_those_of_the_own_rows() -> None:
+    # epl.whole once gave the rows of all ranks, beside labels of this one's.
+    assert run_ranks(_whole_logits, 2) == [((2, 9), True)] * 2
+
+
+def _gathered_in_the_third_step(colocated: bool) -> list[tuple[int, ...]]:
+    settings: dict[str, object] = {"pipeline.num_micro_batch": 2, "communication.timeout": 60}
+    epl.init(epl.Config(settings | {"cluster.colocate_split_and_replicate": colocated}))
+    torch.manual_seed(0)
+    with epl.replicate(2) if colocated else contextlib.nullcontext():
+        body = nn.Linear(6, 8)
+    with epl.split(2):
+        head = nn.Linear(8, 50)
+    model = epl.parallelize(nn.Sequential(body, head))
+    gathered: list[tuple[int, ...]] = []
+    original = SplitTensor.gathered, OwnRowsOf.gathered
+
+    def note(value: SplitTensor, why: str = "") -> torch.Tensor:
+        gathered.append(tuple(value.shape))
+        return original[isinstance(value, OwnRowsOf)](value, why)
+
+    SplitTensor.gathered = OwnRowsOf.gathered = note  # type: ignore[method-assign]
+    try:
+        for _ in range(3):  # the first has the check of a new loss
+            gathered.clear()
+            loss = F.cross_entropy(model(torch.randn(8, 6)), torch.arange(8))
+            loss.backward()
+    finally:
+        SplitTensor.gathered, OwnRowsOf.gathered = original  # type: ignore[method-assign]
+    return [shape for shape in gathered if 50 in shape]
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_logits_of_micro_batches_stay_cut(colocated: bool) -> None:
+    assert run_ranks(_gathered_in_the_third_step, 2, colocated) == [[], []]
