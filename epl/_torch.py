@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -46,12 +47,18 @@ def gradient_accumulator(parameter: torch.Tensor) -> Node:
     A hook before it sees the gradient after all of the user's own hooks and before it is added, which
     `register_post_accumulate_grad_hook` (the public one) cannot.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), no_tensor_subclass():
         grad_fn = parameter.expand_as(parameter).grad_fn
     assert grad_fn is not None
     node = grad_fn.next_functions[0][0]
     assert node is not None
     return node
+
+
+def allow_foreach(kind: type[torch.Tensor]) -> None:
+    """Let optimizers step many parameters of this class in one call, as they do with torch's own: the list of those classes is private."""
+    if kind not in _foreach_supported_types:
+        _foreach_supported_types.append(kind)
 
 
 def foreach_norm(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:

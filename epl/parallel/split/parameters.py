@@ -35,6 +35,13 @@ class Parameters(dict[str, Any]):
                 return view
         return dict.__getitem__(self, key)
 
+    def items(self) -> Any:
+        """Listed inside a split forward (a penalty that a module returns), parameters are what they are by name."""
+        return {key: self[key] for key in self}.items() if region.depth else super().items()
+
+    def values(self) -> Any:
+        return dict(self.items()).values() if region.depth else super().values()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 

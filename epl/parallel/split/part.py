@@ -19,15 +19,17 @@ from epl.graph.deferred import is_deferred, settle_block
 from epl.graph.record.leaf import on_stand_ins
 from epl.parallel.split import rules
 from epl.parallel.split.boundary import Boundary
+from epl.parallel.split.cutparameter import Expressions, become_cut, become_plain
 from epl.parallel.split.escape import forget_stream, install_escapes, remember_stream
+from epl.parallel.split.expressions import OneLoss
 from epl.parallel.split.parameters import Seat, SplitParameters, seats_of, whole_meta
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.region import region
 from epl.parallel.split.together import enter_together
 from epl.parallel.split.user_rules import forward_of
-from epl.parallel.split.value import SplitTensor, note_ranks, settle
+from epl.parallel.split.value import SplitTensor, settle
 from epl.plan.split.cut import Cut
-from epl.plan.split.layout import ParameterLayout, set_layout
+from epl.plan.split.layout import ParameterLayout
 from epl.plan.split.splitplan import SplitPlan
 
 assert rules, "importing them registers them"
@@ -50,6 +52,7 @@ class SplitPart:
         ranks: SplitRanks,
         *,
         boundary: Boundary | None = None,
+        expressions: Expressions | None = None,
         wraps_itself: bool = True,
         sequence_parallel: bool = False,
         exact_dropout: bool = False,
@@ -67,7 +70,7 @@ class SplitPart:
         self._whole = {name: whole_meta(parameters[name], layout) for name, layout in self.layouts.items()}
         for name, layout in self.layouts.items():
             _cut_in_place(parameters[name], layout, ranks.rank)
-            note_ranks(parameters[name], ranks)
+            become_cut(parameters[name], layout, expressions or OneLoss(ranks))
         self._forwards: list[_Forward] = []
         self._original = self
         self._attach()
@@ -176,7 +179,7 @@ class SplitPart:
             for name in self.layouts:
                 parameter = self._held(name)
                 gradient = parameter.grad
-                set_layout(parameter, None)
+                become_plain(parameter)
                 _torch.give_memory(parameter, self.gather(name, parameter))
                 if gradient is not None:
                     parameter.grad = self.gather(name, gradient)
@@ -282,7 +285,6 @@ def _cut_in_place(parameter: nn.Parameter, layout: ParameterLayout, rank: int) -
     gradient = parameter.grad
     _torch.give_memory(parameter, layout.take(parameter.detach(), rank))
     parameter.grad = None if gradient is None else layout.take(gradient, rank)
-    set_layout(parameter, layout)
 
 
 def _fake(whole: nn.Parameter, held: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,13 @@ class RowShare:
     weights: tuple[float, ...]
 
     @staticmethod
-    def of(counts: Sequence[int], counted: Sequence[bool] | None = None) -> RowShare:
-        """From how many rows each rank has; those not `counted` only keep a rank in step (a tail with fewer rows than ranks)."""
+    def of(counts: Sequence[int], counted: Sequence[bool] | None = None, *, by_rows: bool = True) -> RowShare:
+        """From how many rows each rank has; those not `counted` only keep a rank in step (a tail with fewer rows than ranks).
+
+        Without `by_rows` every rank's loss counts alike, as data parallelism has it where nobody knows the rows (epl/train/weights.py).
+        """
+        if not by_rows:
+            return RowShare(Axis("rows", sum(counts), len(counts), counts), (1 / len(counts),) * len(counts))
         real = [n if counted is None or counted[r] else 0 for r, n in enumerate(counts)]
         total = sum(real)
         weights = tuple(n / total if total else 1 / len(real) for n in real)
@@ -109,6 +114,11 @@ class _Leave(torch.autograd.Function):
         return ranks.all_reduce_((grads[0] * weight).contiguous()), None, None
 
 
+def share_loss(value: torch.Tensor, ranks: SplitRanks, weight: float) -> torch.Tensor:
+    """A whole value without rows, for use in this rank's own loss, which counts for `weight`."""
+    return cast("torch.Tensor", _Leave.apply(value, ranks, weight)) if value.requires_grad else value
+
+
 class _Average(torch.autograd.Function):
     """Each rank's own value without rows becomes their average, by rows."""
 
@@ -165,7 +175,7 @@ class RowBridge:
                 return own_rows_of(value, self, how)
             value = whole(value, "leaves a split part")
         if how.dim is None:
-            return _Leave.apply(value, self.ranks, self.weight) if value.requires_grad else value
+            return share_loss(value, self.ranks, self.weight)
         return self.out(take(value, how.dim, self.share.cut(how.inner), self.ranks))
 
     def out(self, own: torch.Tensor) -> torch.Tensor:

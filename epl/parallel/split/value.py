@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from epl import _torch
 from epl.errors import SplitError
@@ -294,22 +293,13 @@ def recut(value: SplitTensor, place: int, cut: Cut, why: str = "") -> SplitTenso
     )
 
 
-_ranks_of = WeakIdKeyDictionary()  # not on the parameter itself, where it would be saved and copied with it
-
-
-def note_ranks(parameter: torch.nn.Parameter, ranks: SplitRanks) -> None:
-    """Note on a parameter that is cut who has the other blocks."""
-    _ranks_of[parameter] = ranks
-
-
 # ---- split values become whole ---------------------------------------------------------------------------------------
 
 
 def whole(value: Any, why: str = "") -> Any:
     """The plain value of anything; all ranks of the split call it together."""
-    if isinstance(value, torch.nn.Parameter) and (layout := layout_of(value)) is not None:
-        ranks = _ranks_of.get(value)  # a block, in the loop's own code
-        value = value if ranks is None else shard(value, layout.dim, layout.cut, ranks)
+    if isinstance(value, torch.nn.Parameter) and layout_of(value) is not None:
+        return cast("Any", value).gathered(why)  # a CutParameter, in the loop's own code
     return value.gathered(why) if isinstance(value, SplitTensor) else value
 
 

@@ -15,9 +15,10 @@ from epl.errors import SplitError
 from epl.graph import TaskGraphs
 from epl.graph.deferred import is_deferred, materialise_whole
 from epl.parallel.split.choose import choose
+from epl.parallel.split.cutparameter import become_plain
 from epl.parallel.split.part import SplitPart
 from epl.parallel.split.ranks import SplitRanks
-from epl.plan.split.layout import ParameterLayout, set_layout
+from epl.plan.split.layout import ParameterLayout
 from epl.plan.split.splitplan import SplitPlan
 from epl.report.log import notice
 
@@ -107,7 +108,6 @@ class CutParameters:
         )
         for name, layout in part.layouts.items():
             parameter = named[name]
-            set_layout(parameter, layout)
             self.layouts[parameter] = layout
             for optimizer in optimizers:
                 self.cut_state(optimizer, parameter, layout)
@@ -125,5 +125,5 @@ class CutParameters:
         for part in self.parts:
             part.undo(gather=False)
         for parameter in self.layouts:
-            set_layout(parameter, None)
+            become_plain(parameter)
         self.parts, self.layouts = [], {}

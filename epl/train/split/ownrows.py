@@ -80,6 +80,10 @@ class OwnRows:
         """Into how many micro batches the call under way is cut: no more than the rank with the fewest rows can."""
         return min(self._asked, *self._counts)
 
+    def weight(self) -> float:
+        """What this rank's loss counts for in the replica's, as of the latest call."""
+        return 1 / self._ranks.ways if self._now is None else self._now.bridge.weight
+
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call begins: ranks tell each other how many rows they have."""
         recorded = self._recordings.of(args, kwargs, 1)
@@ -93,7 +97,7 @@ class OwnRows:
         said = self._job.meet(f"calling {self._title}, which is split", recorded.rows << 1 | padded).wait()
         told = [said.bits[rank] for rank in self._replica]
         self._counts = tuple(bits >> 1 for bits in told)
-        share_of_rows = RowShare.of(self._counts, [not bits & 1 for bits in told])
+        share_of_rows = RowShare.of(self._counts, [not bits & 1 for bits in told], by_rows=share is not None)
         self._now = _Now(calls, RowBridge(self._ranks, share_of_rows), {})
 
     def around(self) -> Around:

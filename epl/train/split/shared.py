@@ -28,6 +28,7 @@ from epl.graph.owners import owners_of
 from epl.parallel import GradientReducer, sync_batch_norm
 from epl.parallel.clip_torch import count_over
 from epl.parallel.hook import ModuleHook
+from epl.parallel.split.expressions import OneLoss, OwnLosses
 from epl.parallel.split.part import SplitPart
 from epl.parallel.split.ranks import GroupRanks
 from epl.plan.bridges import describe_bridges
@@ -62,6 +63,8 @@ class SharedSplit:
         self.cut = CutParameters(self.ranks)
         self.has_rows = plan.parts > 1
         self.placed = self._placing = False
+        self._met = False
+        """Whether ranks have met for what the loop computes with cut parameters since the latest call."""
         self.rows: OwnRows | None = None
         """Where ranks have rows of their own: which, in the call under way."""
         if self.has_rows:
@@ -70,6 +73,11 @@ class SharedSplit:
             self.rows = OwnRows(
                 self._job, model, owners, self.ranks, own, self.names, micro_batches=plan.settings.num_micro_batch
             )
+        self._expressions = (
+            OneLoss(self.ranks, self._meet_for_expression)
+            if self.rows is None
+            else OwnLosses(self.ranks, self.rows.weight, self._meet_for_expression)
+        )
         self._part: SplitPart | None = None
         """The whole model, where all ranks have the same rows."""
         self._trampoline = Trampoline(model) if not self.has_rows and plan.settings.num_micro_batch == 1 else None
@@ -81,6 +89,7 @@ class SharedSplit:
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _torch.fake_mode_is_on() or _torch.backward_id() != -1 or self._placing:
             return  # recorded, computed again by a checkpoint, or tried out (with numbers, where its code looks at them)
+        self._met = False
         cut = self._replicas.cut
         with (
             cut.as_it_is() if cut is not None else contextlib.nullcontext()
@@ -114,7 +123,9 @@ class SharedSplit:
             in_one = replicas.plan.settings.num_micro_batch == 1
             if self._trampoline is not None:
                 self._trampoline.remove()
-            self._part = self.cut.cut(model, plan, config, optimizers, wraps_itself=in_one)
+            self._part = self.cut.cut(
+                model, plan, config, optimizers, wraps_itself=in_one, expressions=self._expressions
+            )
             notice(f"split over {self.ranks.ways} ranks:\n{plan.describe()}")
         else:
             bridged = replicas.plan.with_bridges(self.rows.crossings(args, kwargs))
@@ -122,7 +133,7 @@ class SharedSplit:
             notice(describe_bridges(bridged.bridges))
             for part in self.rows.parts(args, kwargs, own):
                 plan = decide(self._job, part.module, self.ranks.ways, part.args, part.kwargs, part.fixed)
-                self.cut.cut(part.module, plan, config, optimizers, boundary=part.border)
+                self.cut.cut(part.module, plan, config, optimizers, boundary=part.border, expressions=self._expressions)
                 notice(f"{part.path}, split over {self.ranks.ways} ranks:\n{plan.describe()}")
         self.placed = True
         replicas.at_close(self.cut.undo)
@@ -134,6 +145,12 @@ class SharedSplit:
         replicas.reducers += self._make_reducers()
         for reducer in replicas.reducers:
             replicas.at_close(reducer.close)
+
+    def _meet_for_expression(self) -> None:
+        """One that computes alone is told so, and so are the others: once between two calls, before anything is sent."""
+        if not self._met:
+            self._met = True
+            self.ranks.before_next(self._job.meet("computing with split parameters outside of the model").wait)
 
     def _meet_for_norm(self) -> None:
         self._job.meet("the norm of split gradients").wait()

@@ -1,0 +1,122 @@
+"""A parameter of which this rank has a block, as code outside of split parts meets it: a penalty in the loop, mostly.
+
+    computed with, in grad mode      the whole parameter: `p.norm()` is the norm of all of it, on all ranks of the split alike
+    anything else                    this rank's block: `p.shape`, `p.grad`, `p.detach()`, `p.data`, without grad mode, in an optimizer
+
+A block in a loss would be the worst of errors: a norm of blocks has other gradients than a norm of the whole, and trains.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from epl import _torch
+from epl.errors import StateError
+from epl.graph.spec import leaves_of
+from epl.parallel.split.region import region
+from epl.parallel.split.value import changes
+from epl.plan.split.layout import ParameterLayout, layout_of, set_layout
+
+
+class Expressions(Protocol):
+    """Who computes with cut parameters outside of split parts."""
+
+    def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`func` of these arguments, some of which are cut parameters, in grad mode."""
+
+    def gather(self, parameter: CutParameter, why: str) -> torch.Tensor:
+        """The whole of a parameter; gradients flow back to the blocks."""
+
+
+class CutParameter(nn.Parameter):
+    """What a rank holds of a parameter that is divided over the ranks of a split: its block, a plain tensor to everything but a loss."""
+
+    epl_expressions: Expressions
+
+    @classmethod
+    @_torch.without_dynamo
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if region.depth or not torch.is_grad_enabled() or _looks_at_the_block(func):
+            with _torch.no_tensor_subclass():
+                return func(*args, **kwargs) if kwargs else func(*args)
+        own = leaves_of((args, kwargs), CutParameter)
+        return own[0].epl_expressions.compute(func, args, kwargs or {})
+
+    def gathered(self, why: str = "") -> torch.Tensor:
+        """The whole parameter; all ranks of the split call it together."""
+        return self.epl_expressions.gather(self, why)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            made = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+            layout = layout_of(self)
+            memo[id(self)] = become_cut(made, layout, self.epl_expressions) if layout is not None else made
+        return memo[id(self)]
+
+    def __copy__(self) -> Any:
+        return copy.deepcopy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        layout = layout_of(self)
+        shape = tuple(self.shape if layout is None else layout.shape)
+        raise StateError(
+            f"saving or sending a parameter of which this rank has the block {tuple(self.shape)} only, of {shape}: a file of blocks "
+            "would look like a whole model. Save epl.full_state_dict(model), which every rank calls"
+        )
+
+
+def become_cut(parameter: nn.Parameter, layout: ParameterLayout, expressions: Expressions) -> CutParameter:
+    """`parameter`, the same object, is from now on this rank's block of a parameter that lies like this."""
+    parameter.__class__ = CutParameter
+    assert isinstance(parameter, CutParameter)
+    parameter.epl_expressions = expressions
+    set_layout(parameter, layout)
+    _torch.allow_foreach(CutParameter)
+    return parameter
+
+
+def become_plain(parameter: nn.Parameter) -> None:
+    """Undo `become_cut`: what is there is all there is."""
+    if isinstance(parameter, CutParameter):
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        del parameter.epl_expressions
+    set_layout(parameter, None)
+
+
+# ---- what is asked of a parameter, rather than computed from it ------------------------------------------------------
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ASKED = _words("""
+    __get__ __set__ __delete__ size dim ndimension numel nelement element_size stride storage_offset storage untyped_storage data_ptr
+    is_contiguous is_floating_point is_complex is_signed is_inference is_conj is_neg is_nonzero is_pinned is_shared is_same_size get_device
+    is_set_to type result_type can_cast __len__ __repr__ __format__ __hash__ __dir__ __array__ numpy tolist item
+    grad detach requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward pin_memory share_memory_
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+    new_empty new_zeros new_ones new_full new_tensor new new_empty_strided
+    equal allclose isclose eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan isinf isfinite isposinf isneginf isreal
+    any all argmax argmin argsort nonzero count_nonzero signbit __bool__ __contains__
+    __deepcopy__ __copy__ __reduce_ex__ __reduce__ __setstate__ is_tensor __dlpack__ __dlpack_device__
+""")
+_known: dict[Callable[..., Any], bool] = {}
+
+
+def _looks_at_the_block(func: Callable[..., Any]) -> bool:
+    """Whether no gradient flows through it: it looks at the parameter, makes something of its form, or changes it."""
+    found = _known.get(func)
+    if found is None:
+        name = getattr(func, "__name__", "")
+        found = name in _ASKED or changes(name)
+        if len(_known) < 4096:  # functions are few; a user's own may be made anew each time
+            _known[func] = found
+    return found
