@@ -23,7 +23,7 @@ from epl.train.cut.layout import CallLayout
 from epl.train.cut.settings import Place, Settings
 from epl.train.cut.state import WholeState
 from epl.train.lazy import ForeignParameter, LazyTensor, node_of, outputs_of, run_forward
-from epl.train.lazy.node import forget_journal, journal
+from epl.train.lazy.journal import forget_journal, journal
 
 _LAYOUTS = 256  # signatures that are kept
 _CHECKED_CALLS = 3  # whose inputs are compared whole between the ranks of a replica; of later ones, a sample

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from epl.train.lazy.foreign import ForeignParameter, refuse
 from epl.train.lazy.meeting import carriers_of
-from epl.train.lazy.node import Node, foreign, output_of, reached_by_gradient, topological
+from epl.train.lazy.node import Node, output_of, reached_by_gradient, topological
 from epl.train.lazy.outer import leaves_behind, outer_tensors, pack, packed_specs, unpack, without_hooks
 from epl.train.lazy.program import depends_on
 from epl.train.lazy.terms import Terms, differentiate_at_owners
@@ -65,6 +66,9 @@ class Pass:
         leaves = leaves_behind(outer_tensors(order))
         cut = {id(p) for c in self.carriers for p in c.parameters.values()} if leaves else set()
         for leaf in leaves:
+            if isinstance(leaf, ForeignParameter):
+                doing = "differentiating an expression that was computed before the first call of the model gave its stages to ranks"
+                refuse(leaf, f"{doing} (write it after that call)")
             if id(leaf) in cut:
                 assert isinstance(leaf, nn.Parameter)
                 self._own[id(leaf)] = leaf
@@ -119,7 +123,7 @@ class Pass:
             for call in calls:
                 call.state = "done"
             for node in reached:
-                if node.func is not foreign:  # another rank's parameter is there for the next step as well
+                if node.done:  # not a term over other ranks' parameters: the loop may still read it, or use it again
                     node.spend()
 
     def _taken(self, node: Node) -> torch.Tensor | None:

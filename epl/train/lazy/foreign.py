@@ -14,7 +14,8 @@ from epl import _torch
 from epl.errors import LazyValueError
 from epl.graph.context import Context
 from epl.graph.spec import Spec
-from epl.train.lazy.node import Node, foreign, name_of
+from epl.train.lazy.journal import Parts
+from epl.train.lazy.node import Node, foreign, name_of, topological
 from epl.train.lazy.tensor import LazyTensor, answer
 
 
@@ -24,6 +25,8 @@ class ForeignParameter(nn.Parameter):
     epl_owner: int
     epl_name: str
     epl_node: Node
+    epl_parts: Parts
+    """Of the model that it belongs to, once that was called."""
 
     @property
     def grad(self) -> torch.Tensor | None:  # a property of ours: optimizers ask for it many times a step
@@ -83,8 +86,8 @@ def become_own(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """Undo `become_foreign`: `parameter`, the same object, has these numbers from now on."""
     assert isinstance(parameter, ForeignParameter)
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    for attribute in ("epl_owner", "epl_name", "epl_node"):
-        delattr(parameter, attribute)
+    for attribute in ("epl_owner", "epl_name", "epl_node", "epl_parts"):
+        vars(parameter).pop(attribute, None)
     parameter.data = data
 
 
@@ -99,8 +102,6 @@ def refuse(parameter: ForeignParameter, doing: str) -> NoReturn:
 
 def foreign_parameters(node: Node) -> list[ForeignParameter]:
     """Those that the expression is made from, as far as it is not computed."""
-    from epl.train.lazy.node import topological
-
     found = (n.args[0] for n in topological([node]) if not n.done and n.func is foreign)
     return list(dict.fromkeys(p for p in found if isinstance(p, ForeignParameter)))
 

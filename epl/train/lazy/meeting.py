@@ -6,7 +6,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from epl.train.lazy.node import Node, journal, topological
+from epl.train.lazy.journal import journal
+from epl.train.lazy.node import Node, foreign, topological
 
 if TYPE_CHECKING:
     from epl.train.lazy.protocol import Carrier
@@ -29,11 +30,8 @@ def asks(carrier: Carrier, nodes: Sequence[Node]) -> bool:
 
     Home sees all of them; another rank sees all but its own, and it alone may be the one that home needs.
     """
-    from epl.train.lazy.foreign import foreign_parameters
-
-    for node in topological(nodes):
-        if not node.done and node.carrier is None:
-            owners = {parameter.epl_owner for parameter in foreign_parameters(node)}
-            if owners and (carrier.is_home or owners != {carrier.home}):
-                return True
-    return False
+    waiting = [n for n in topological(nodes) if not n.done and n.carrier is None]
+    for node in waiting:
+        node.check_parameters()
+    owners = {n.args[0].epl_owner for n in waiting if n.func is foreign}
+    return bool(owners) and (carrier.is_home or owners != {carrier.home})

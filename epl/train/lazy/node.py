@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -23,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from epl import _torch
-from epl.data.structure import sample_digest
 from epl.errors import LazyValueError
 from epl.graph.context import Context
 from epl.graph.spec import Spec, leaves_of
+from epl.train.lazy.journal import Parts, journal
 
 if TYPE_CHECKING:
     from epl.train.lazy.protocol import Call, Carrier
@@ -40,6 +38,7 @@ class Node:
     __slots__ = (
         "__weakref__",
         "args",
+        "as_of",
         "carrier",
         "changed",
         "context",
@@ -92,9 +91,13 @@ class Node:
         """What to do with the value when it is there: register a hook on its gradient, or have that retained."""
         self.serial = next(_serials)
         # Operations that only this rank records (its own share of an expression over parameters) are not counted.
-        self.number = journal(self.carrier).note(func, spec, args, kwargs) if self.carrier is not None else None
+        self.number = (
+            journal(self.carrier).note(name_of(func), spec, args, kwargs) if self.carrier is not None else None
+        )
         self.where = _caller() if func is not None else None
         self.versions = _versions(args, kwargs) if func is not foreign else []
+        self.as_of = _as_of(self.parents) if self.carrier is None and func is not foreign else ()
+        """Of an operation on other ranks' parameters: how often this rank's own had been changed when it was written down."""
 
     @property
     def requires_grad(self) -> bool:
@@ -114,6 +117,15 @@ class Node:
                     f"a {tuple(tensor.shape)} tensor given to {self.name} together with an output of the model ({self.place}) was "
                     "changed in place before the result was computed. Change a clone, or read the result (for instance .item()) first."
                 )
+
+    def check_parameters(self) -> None:
+        """Raise if parameters were changed between recording and now: other ranks' numbers of then are gone."""
+        if any(parts.changes() != count for parts, count in self.as_of):
+            raise LazyValueError(
+                f"a term over the model's parameters ({self.name}, {self.place}) is computed after they were changed (optimizer.step(), "
+                "load_state_dict): those of other ranks are no longer what they were when it was written. Read it before (for instance "
+                ".item()), or write it again."
+            )
 
     @property
     def place(self) -> str:
@@ -138,47 +150,7 @@ class Node:
         self.let_go()
 
 
-class Journal:
-    """How many operations were recorded, and a checksum of them: ranks that recorded different things find out at once."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.checksum = 0
-
-    def note(self, func: Callable[..., Any] | None, spec: Any, args: Any, kwargs: Any) -> int:
-        """The number of a new entry. Real tensors among its arguments (targets, noise) must be the same everywhere, too."""
-        self.count += 1
-        shape = spec.shape if isinstance(spec, Spec) else ()
-        self.mix(f"{name_of(func)}{tuple(shape)}")
-        if real := _real_operands(args, kwargs):
-            self.mix(sample_digest(real))
-        return self.count
-
-    def mix(self, text: str) -> None:
-        """Let the checksum depend on this too."""
-        self.checksum = zlib.crc32(text.encode(), self.checksum)
-
-
-class _Journals(threading.local):
-    """One journal for each set of ranks that compute a model together: ranks of different replicas record different rows. And for
-    each thread: in tests, ranks are threads of one process."""
-
-    def __init__(self) -> None:
-        self.by_ranks: dict[tuple[int, ...], Journal] = {}
-
-
-_journals = _Journals()
 _serials = itertools.count()
-
-
-def journal(carrier: Carrier) -> Journal:
-    """What this rank has recorded of the models that it computes with these ranks."""
-    return _journals.by_ranks.setdefault(tuple(carrier.ranks), Journal())
-
-
-def forget_journal(carrier: Carrier) -> None:
-    """Start anew: what was recorded before, maybe differently on some rank, no longer counts."""
-    _journals.by_ranks.pop(tuple(carrier.ranks), None)
 
 
 def output_of(call: Call, index: int) -> torch.Tensor:
@@ -260,15 +232,9 @@ def _carrier(
     return (carriers[0] if carriers else None), several or len({home_of(c) for c in carriers}) > 1
 
 
-def _real_operands(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Real tensors that every rank of the replica must have alike: targets, noise.
-
-    Not those that may follow from parameters, of which ranks hold parts: with a graph, made without grad mode, or single numbers (a norm).
-    """
-    if not torch.is_grad_enabled():
-        return []
-    found = leaves_of((args, kwargs), torch.Tensor)
-    return [t for t in found if type(t) is torch.Tensor and t.numel() > 1 and not (t.requires_grad or t.is_inference())]
+def _as_of(parents: tuple[Node, ...]) -> tuple[tuple[Parts, int], ...]:
+    parts = dict.fromkeys(getattr(p.args[0], "epl_parts", None) for p in parents if p.func is foreign)
+    return tuple((each, each.changes()) for each in parts if each is not None)
 
 
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:

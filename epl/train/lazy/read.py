@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from epl.graph.spec import Spec
+from epl.train.lazy.alone import ask
 from epl.train.lazy.foreign import refuse_foreign
 from epl.train.lazy.live import live_nodes
 from epl.train.lazy.meeting import asks, carriers_of, meet
-from epl.train.lazy.node import Node, home_of, output_of, topological
+from epl.train.lazy.node import Node, foreign, home_of, output_of, topological
+from epl.train.lazy.terms import is_told, recall, tell
 from epl.train.lazy.whole import compute, share_values
 
 if TYPE_CHECKING:
@@ -22,23 +25,30 @@ PUSHED_BYTES = 4096
 
 def read(nodes: Sequence[Node], doing: str) -> list[torch.Tensor]:
     """The values, on every rank, without their graphs. All ranks must read, unless every rank has them already."""
-    for node in nodes:
-        refuse_foreign(node, f"{doing} of a term over parameters (to see it, read the loss with and without it)")
-    missing = [n for n in nodes if not n.everywhere]
+    terms = {n: recall(n) for n in nodes if n.carrier is None and not n.done}
+    missing = [n for n in nodes if not n.everywhere and n not in terms]
     if missing:
         carrier = carriers_of(missing)[0]
         asked = meet(carrier, f"reading a value ({doing})", missing, ask=asks(carrier, missing))
         compute(missing, f"the loop reads a value before backward: {doing} at {missing[0].place}", asked=asked)
         share_values([n for n in missing if not n.everywhere])
-    return [_plain(n) for n in nodes]
+    untold = [n for n, value in terms.items() if value is None]
+    if untold:
+        terms |= ask(untold, doing)
+    return [_leaf(terms[n], n) if n in terms else _plain(n) for n in nodes]
+
+
+def _leaf(value: torch.Tensor | None, node: Node) -> torch.Tensor:
+    assert value is not None
+    value = value.detach()
+    return value.requires_grad_() if node.requires_grad else value
 
 
 def _plain(node: Node) -> torch.Tensor:
     value: torch.Tensor = node.value
     if node.graph is None and not node.spent:
         return value  # also a leaf that the loop has made of it
-    value = value.detach()
-    return value.requires_grad_() if node.requires_grad else value
+    return _leaf(value, node)
 
 
 def bring_everywhere(nodes: Sequence[Node], doing: str) -> None:
@@ -57,10 +67,15 @@ def bring_everywhere(nodes: Sequence[Node], doing: str) -> None:
     share_values([n for n in wanted if not n.everywhere])
 
 
-def settle_live(carrier: Carrier) -> None:
+def settle_live(carrier: Carrier, asked: Sequence[Carrier] = ()) -> None:
     """What the loop recorded before backward is computed now, so that nothing refers to the finished step any more; small values
-    go to every rank, so that `if rank == 0: print(loss.item())` needs no partner."""
+    go to every rank, so that `if rank == 0: print(loss.item())` needs no partner.
+
+    `asked`: of the models with a term over parameters in the loss; what the loop still holds of such terms is asked for, too.
+    """
     live = live_nodes()
+    if asked:
+        tell(asked, [n for n in live if _is_term(n) and recall(n) is None])
     ready = [n for n in live if not n.done and n.carrier is not None and _is_ready(n)]
     if ready:
         compute(sorted(ready, key=lambda n: n.serial), "", asked=False)
@@ -79,11 +94,17 @@ def settle_live(carrier: Carrier) -> None:
 def _is_ready(node: Node) -> bool:
     """Whether all it is made from is there: no model call that has not run, no other rank's parameters, nothing that every rank
     would have to compute."""
-    for n in topological([node]):
-        waits = not n.done and (n.func is output_of or n.carrier is None or n.several_homes or n.hooks or n.has_effects)
-        if waits or n.graph == "everywhere":
+    known = is_told if not node.requires_grad else lambda n: False  # what was told has no graph
+    for n in topological([node], lambda n: n.done or known(n)):
+        waits = n.func in (output_of, foreign) or n.several_homes or n.hooks or n.has_effects
+        if (waits and not n.done and not known(n)) or n.graph == "everywhere":
             return False
     return True
+
+
+def _is_term(node: Node) -> bool:
+    small = isinstance(node.spec, Spec) and node.spec.nbytes <= PUSHED_BYTES
+    return small and not node.done and node.carrier is None
 
 
 def _is_pushed(node: Node, carrier: Carrier) -> bool:

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from epl.errors import LazyValueError, NotBuiltError
+from epl.train.lazy.alone import differentiate_alone
 from epl.train.lazy.backward import Pass
 from epl.train.lazy.everywhere import CREATE_GRAPH, SECOND_TIME, anchor_of, stands_behind
-from epl.train.lazy.foreign import ForeignParameter, foreign_parameters, refuse
+from epl.train.lazy.foreign import ForeignParameter
 from epl.train.lazy.live import live_nodes
 from epl.train.lazy.meeting import asks, carriers_of, meet
 from epl.train.lazy.node import Node, reached_by_gradient, topological
-from epl.train.lazy.outer import graph_nodes, outer_tensors
+from epl.train.lazy.outer import graph_nodes
 from epl.train.lazy.program import Recorded, Structure, depends_on, structure_of, write_down
 from epl.train.lazy.read import bring_everywhere, settle_live
 from epl.train.lazy.scheduled import LossOverSchedule
@@ -66,7 +67,7 @@ def differentiate(
     if root.graph == "everywhere" or (root.done and not root.spent and root.graph is None):
         return _by_autograd(root, gradient, retain, create, wanted)
     if root.carrier is None:
-        return _without_a_model(root, wanted)
+        return differentiate_alone(root, gradient, retain, wanted)
     if any(node.spent for node in reached_by_gradient([root])):
         raise LazyValueError(SECOND_TIME)
     if create:
@@ -101,14 +102,14 @@ def _explicitly(
     if choice.scheduled is not None:
         _in_schedule(p, gradient, *choice.scheduled)
     else:
-        if not root.done:
+        if not root.done or p.asked:  # home may have to ask, even if this rank has nothing left to compute
             compute([root], choice.why, asked=p.asked)
         p.sees_terms([root])
         p.begin()
         seed = torch.ones_like(root.value) if gradient is None and root.value is not None else gradient
         p.walk([(root, seed)])
     targets, own = p.finish()
-    settle_live(home)
+    settle_live(home, carriers if p.asked else ())
     return [] if wanted is None else _collect(wanted, carriers, targets, own)
 
 
@@ -292,13 +293,3 @@ def _by_autograd(
     if root.carrier is not None:
         settle_live(root.carrier)
     return found
-
-
-def _without_a_model(root: Node, wanted: Sequence[torch.Tensor] | None) -> list[torch.Tensor | None]:
-    """An expression over other ranks' parameters alone. If one rank has all of them, it differentiates it by itself."""
-    parameters = foreign_parameters(root)
-    owners = {p.epl_owner for p in parameters}
-    if wanted is not None or len(owners) > 1 or outer_tensors(reached_by_gradient([root])):
-        doing = "differentiating a term over parameters of several ranks alone (add it to a loss that calls the model)"
-        refuse(parameters[0], doing)
-    return []

@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import pickle
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from epl.errors import LazyValueError
 from epl.graph.context import Context
 from epl.graph.spec import leaves_of, swap
 from epl.train.lazy.foreign import ForeignParameter, refuse
+from epl.train.lazy.journal import journal
 from epl.train.lazy.node import Node, blame, foreign, topological
 from epl.train.separate import Given, Ref
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Named(NamedTuple):
-    """In the arguments of a request: a parameter, by the number of its carrier and its name."""
+    """In the arguments of a request: a parameter, by the number of its carrier in the journal and its name."""
 
     carrier: int
     name: str
@@ -59,16 +61,17 @@ class Terms:
     """The values of expressions over other ranks' parameters."""
 
     def __init__(self, carriers: Sequence[Carrier], wanted: Sequence[Node]) -> None:
-        """Every rank makes one; `wanted` are the expressions whose values this rank needs (may be none)."""
+        """Every rank makes one; `wanted` are the expressions whose values this rank needs (may be none), `carriers` those whose
+        parameters may be given gradients."""
         self._requests: dict[Node, Request] = {}
         self.leaves: dict[Node, torch.Tensor] = {}
         """What owners computed, as leaves."""
         self.values: dict[Node, torch.Tensor] = {}
         """What was wanted, with the graph that leads to the leaves."""
-        names = {id(p): Named(n, name) for n, c in enumerate(carriers) for name, p in c.parameters.items()}
-        for node in wanted:
-            self._ask(node, names)
-        replies = _ask_owners(carriers, list(self._requests.values()))
+        home = carriers[0]
+        trained = {id(p) for c in carriers for p in c.parameters.values()}
+        self._ask(wanted, _names(home) if wanted else {}, trained if any(n.requires_grad for n in wanted) else None)
+        replies = _ask_owners(home, list(self._requests.values()))
         for node, value in zip(self._requests, replies, strict=True):
             self.leaves[node] = value.detach().requires_grad_(node.requires_grad)
         for node in wanted:
@@ -78,17 +81,23 @@ class Terms:
         """What owners were asked, and the leaf that holds the answer."""
         return [(request, self.leaves[node]) for node, request in self._requests.items()]
 
-    def _ask(self, node: Node, names: Mapping[int, Named]) -> None:
-        """For the largest parts of the expression that one owner can compute alone."""
-        if node in self._requests or node.done:
-            return
-        owner = _owner(node)
-        request = _request(node, owner, names) if owner is not None else None
-        if request is not None:
-            self._requests[node] = request
-            return
-        for parent in node.parents:
-            self._ask(parent, names)
+    def _ask(self, wanted: Sequence[Node], names: Mapping[int, Named], trained: Collection[int] | None) -> None:
+        """For the largest parts of the expressions that one owner can compute alone."""
+        owners = _owners(wanted)
+        for parameter in dict.fromkeys(n.args[0] for n in owners if n.func is foreign):
+            if id(parameter) not in (names if trained is None else trained):
+                refuse(parameter, "using it in a loss that does not call its model")
+        stack = list(reversed(wanted))
+        while stack:
+            node = stack.pop()
+            if node in self._requests or node.done:
+                continue
+            owner = owners[node]
+            request = _request(node, owner, names) if owner is not None else None
+            if request is not None:
+                self._requests[node] = request
+            else:
+                stack.extend(reversed(node.parents))
 
     def _evaluate(self, root: Node) -> torch.Tensor:
         for node in topological([root], lambda n: n.done or n in self.leaves):
@@ -108,16 +117,51 @@ class Terms:
         return node.value if node.done else self.values[node]
 
 
+_told: weakref.WeakKeyDictionary[Node, torch.Tensor] = weakref.WeakKeyDictionary()
+
+
+def tell(carriers: Sequence[Carrier], wanted: Sequence[Node]) -> None:
+    """Let this rank know the values of expressions for good. Every rank does so with its own view of the same ones, or one would wait
+    for others that know them already."""
+    terms = Terms(carriers, wanted)
+    for node in wanted:
+        _told[node] = terms.values[node].detach()
+
+
+def recall(root: Node) -> torch.Tensor | None:
+    """The value of an expression, from what this rank was told when it asked before; None if that is not enough."""
+    values: dict[Node, Any] = {}
+    for node in topological([root], lambda n: n.done or n in _told):
+        if node.done or node in _told:
+            values[node] = node.value if node.done else _told[node]
+            continue
+        if node.func is foreign:
+            return None
+        assert node.func is not None
+        node.check_versions()
+        with node.context.restored(), torch.no_grad(), blame(node):
+            args, kwargs = swap((node.args, node.kwargs), Node, values.__getitem__)
+            values[node] = node.func(*args, **kwargs)
+    found: torch.Tensor = values[root]
+    return found
+
+
+def is_told(node: Node) -> bool:
+    """Whether this rank was told the value of an expression."""
+    return node in _told
+
+
 def differentiate_at_owners(
     carriers: Sequence[Carrier], pairs: Sequence[tuple[Request, torch.Tensor]]
 ) -> dict[nn.Parameter, torch.Tensor]:
     """The gradients of this rank's own parameters, from those of values that other ranks had asked for."""
     asked, rank = _everyones(carriers[0], [(request, gradient.detach()) for request, gradient in pairs])
+    known = journal(carriers[0]).carriers
     found: dict[nn.Parameter, torch.Tensor] = {}
     for request, seed in (pair for theirs in asked for pair in theirs):
         if request.owner != rank:
             continue
-        value, parameters = _run(request, carriers)
+        value, parameters = _run(request, known)
         wanted = [p for p in parameters if p.requires_grad]
         if not value.requires_grad:
             continue
@@ -129,18 +173,27 @@ def differentiate_at_owners(
     return found
 
 
-def _ask_owners(carriers: Sequence[Carrier], requests: list[Request]) -> list[torch.Tensor]:
+def _ask_owners(home: Carrier, requests: list[Request]) -> list[torch.Tensor]:
     """What the owners say to each request, after this rank has answered those to it."""
-    asked, rank = _everyones(carriers[0], requests)
+    asked, rank = _everyones(home, requests)
+    if not any(asked):
+        return []
+    known = journal(home).carriers
     answers = {
-        (asker, number): _run(request, carriers)[0].detach()
-        for asker, theirs in zip(carriers[0].ranks, asked, strict=True)
+        (asker, number): _run(request, known)[0].detach()
+        for asker, theirs in zip(home.ranks, asked, strict=True)
         for number, request in enumerate(theirs)
         if request.owner == rank
     }
-    said: list[Any] = carriers[0].exchange(answers)
+    said: list[Any] = home.exchange(answers)
     found = {key: value for some in said for key, value in some.items()}
     return [found[rank, number] for number in range(len(requests))]
+
+
+def _names(home: Carrier) -> dict[int, Named]:
+    """Every parameter of the models that these ranks compute together, as all of them name it."""
+    known = ((n, carrier()) for n, carrier in enumerate(journal(home).carriers))
+    return {id(p): Named(n, name) for n, c in known if c is not None for name, p in c.parameters.items()}
 
 
 def _everyones(carrier: Carrier, value: object) -> tuple[list[Any], int]:
@@ -168,10 +221,7 @@ def _request(root: Node, owner: int, names: Mapping[int, Named]) -> Request | No
             continue
         index[node] = Ref(len(steps))
         if node.func is foreign:
-            parameter = node.args[0]
-            if id(parameter) not in names:
-                refuse(parameter, "using it in a loss that does not call its model")
-            steps.append(names[id(parameter)])
+            steps.append(names[id(node.args[0])])
         else:
             assert node.func is not None
             node.check_versions()
@@ -183,16 +233,21 @@ def _request(root: Node, owner: int, names: Mapping[int, Named]) -> Request | No
         return None  # a function of the user's own: what it is given is fetched instead
 
 
-def _owner(node: Node) -> int | None:
-    """The one rank that has all parameters of an expression, if no gradient of this rank's own tensors flows through it."""
-    if node.func is foreign:
-        owner: int = node.args[0].epl_owner
-        return owner
-    owners = {_owner(parent) for parent in node.parents if not parent.done}
-    tensors = leaves_of((node.args, node.kwargs), torch.Tensor)
-    if len(owners) != 1 or any(t.requires_grad for t in tensors):
-        return None
-    return owners.pop()
+def _owners(roots: Sequence[Node]) -> dict[Node, int | None]:
+    """For everything that these are made from and that is not computed: the one rank that has all its parameters, if no gradient of this
+    rank's own tensors flows through it."""
+    found: dict[Node, int | None] = {}
+    for node in topological(roots):
+        if node.done:
+            continue
+        if node.func is foreign:
+            found[node] = node.args[0].epl_owner
+            continue
+        owners = {found[parent] for parent in node.parents if not parent.done}
+        tensors = leaves_of((node.args, node.kwargs), torch.Tensor)
+        alone = len(owners) == 1 and not any(t.requires_grad for t in tensors)
+        found[node] = owners.pop() if alone else None
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -201,7 +256,7 @@ def _program(pickled: bytes) -> list[Step | Named]:
     return found
 
 
-def _run(request: Request, carriers: Sequence[Carrier]) -> tuple[torch.Tensor, list[nn.Parameter]]:
+def _run(request: Request, carriers: Sequence[weakref.ref[Carrier]]) -> tuple[torch.Tensor, list[nn.Parameter]]:
     """The value of a request, on this rank's own parameters, and which they are."""
     values: list[Any] = []
     parameters: list[nn.Parameter] = []
@@ -211,8 +266,9 @@ def _run(request: Request, carriers: Sequence[Carrier]) -> tuple[torch.Tensor, l
 
     for step in _program(request.program):
         if isinstance(step, Named):
-            parameter = carriers[step.carrier].parameters[step.name]
-            if isinstance(parameter, ForeignParameter):
+            carrier = carriers[step.carrier]()
+            parameter = None if carrier is None else carrier.parameters[step.name]
+            if parameter is None or isinstance(parameter, ForeignParameter):
                 raise LazyValueError(
                     f"the parameter {step.name!r} was looked for on rank {request.owner} and is not there"
                 )

@@ -24,7 +24,7 @@ from epl.train.lazy.node import Graph, Node, blame, output_of, reached_by_gradie
 from epl.train.lazy.outer import graph_nodes, outer_tensors
 from epl.train.lazy.program import depends_on
 from epl.train.lazy.protocol import Forgetful
-from epl.train.lazy.terms import Terms
+from epl.train.lazy.terms import Terms, recall
 
 if TYPE_CHECKING:
     from epl.train.lazy.protocol import Call
@@ -87,7 +87,7 @@ def compute(
     constants = _constants(recorded)
     terms = None
     if asked:
-        carriers = carriers_of(order)
+        carriers = carriers_of([*order, *nodes])  # there may be nothing left to compute here, and others ask this rank
         here = everyone or carriers[0].is_home
         terms = Terms(carriers, constants if here else [])
         remember_terms(constants, terms)
@@ -121,10 +121,14 @@ def _evaluate(node: Node, everyone: bool, terms: Terms | None) -> None:
 
         def look_up(parent: Node) -> Any:
             if parent.carrier is None and not parent.done:
-                if terms is None:
+                known = None
+                if terms is not None:
+                    known = terms.values.get(parent)
+                elif not node.requires_grad:  # what was told has no graph
+                    known = recall(parent)
+                if known is None:
                     refuse_foreign(parent, node.name)
-                assert terms is not None
-                return terms.values[parent]
+                return known
             return parent.value
 
         assert node.func is not None

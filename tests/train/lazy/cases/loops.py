@@ -70,6 +70,72 @@ def l2_term(e):
     return loss.item()
 
 
+def penalty(parameters):
+    return 1e-2 * sum(p.pow(2).sum() for p in parameters)
+
+
+@case
+def l2_in_evaluation(e):
+    """Also over one layer alone, of which one rank has everything and another nothing."""
+    found = []
+    with torch.no_grad():
+        for part in (e.m, e.m[0], e.m[4]):
+            found.append((F.cross_entropy(e.M(e.x), e.y) + penalty(part.parameters())).item())
+    with torch.inference_mode():
+        loss = F.cross_entropy(e.M(e.x), e.y)
+        found += [loss.item(), (loss + penalty(e.m.parameters())).item()]
+    return found
+
+
+@case
+def l2_alone(e):
+    """Read by itself, with and without gradients, before it is used; and as it was, after the step."""
+    found = []
+    for _ in range(2):
+        e.opt.zero_grad()
+        out = e.M(e.x)
+        reg = penalty(e.m.parameters())
+        found.append(reg.item())
+        loss = F.cross_entropy(out, e.y)
+        total = loss + reg
+        doubled = loss.detach() + 2 * reg.detach()
+        total.backward()
+        e.opt.step()
+        found += [loss.item(), total.item(), doubled.item(), reg.item(), float(reg.detach()) * 2]
+        with torch.no_grad():
+            found.append(penalty(e.m.parameters()).item())
+    return found
+
+
+@case
+def l2_of_a_layer_after_a_read(e):
+    """The rank that has the layer has computed its loss before backward; home has not."""
+    out = e.M(e.x)
+    found = [out.sum().item()]
+    loss = F.cross_entropy(out, e.y) + penalty(e.m[0].parameters())
+    loss.backward()
+    return [*found, loss.item()]
+
+
+@case
+def l2_backward_by_itself(e):
+    F.cross_entropy(e.M(e.x), e.y).backward()
+    penalty(e.m.parameters()).backward()
+    penalty(e.m[2].parameters()).backward()
+    return ()
+
+
+@case
+def l2_with_a_learned_weight(e):
+    weight = torch.tensor(0.3, requires_grad=True)
+    out = e.M(e.x)
+    reg = weight * penalty(e.m.parameters())
+    loss = F.cross_entropy(out, e.y) + reg
+    found = [loss.item()]
+    loss.backward()
+    return [*found, reg.item(), weight.grad.item()]
+
+
 @case
 def autograd_grad(e):
     loss = F.cross_entropy(e.M(e.x), e.y)
