@@ -69,8 +69,9 @@ def _carriers_behind(nodes: Sequence[Node], doing: str) -> list[Carrier]:
     for node in nodes:
         inside = [n for n in topological([node]) if not n.done]
         owners = {n.args[0].epl_owner for n in inside if n.func is foreign}
-        others = (n for n in inside if n.func is not foreign)
-        if len(owners) == 1 and not any(leaves_of((n.args, n.kwargs), torch.Tensor) for n in others):
+        # What this rank adds of its own is a real tensor beside other terms; beside a parameter itself it is data (a layer called).
+        terms = (n for n in inside if n.func is not foreign and not any(p.func is foreign for p in n.parents))
+        if len(owners) == 1 and not any(leaves_of((n.args, n.kwargs), torch.Tensor) for n in terms):
             refuse(
                 parameters[0],
                 f"{doing} of a term over parameters of rank {owners.pop()} alone, which has them all and waits for nobody "
