@@ -95,7 +95,7 @@ def describe(
     spec_of: Callable[[torch.Tensor], Spec],
     whole: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """An argument without its sizes, which are added to `sizes`; whole numbers are sizes, too.
+    """An argument without its sizes, which are added to `sizes`; whole numbers are sizes, too. A Spec stands for its tensor.
 
     Without `whole`, only plain containers are looked into; with it all are, but for what it says is an object.
     """
@@ -103,8 +103,8 @@ def describe(
     if kind is int:
         sizes.append(value)
         return int
-    if isinstance(value, torch.Tensor):
-        spec = spec_of(value)
+    if kind is Spec or isinstance(value, torch.Tensor):
+        spec = value if kind is Spec else spec_of(value)
         sizes.extend(spec.shape)
         return Form.of(spec)
     if kind in _CONTAINERS:
