@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ class _Dense(NamedTuple):
     """Dims from the innermost to the outermost; those that are left out are expanded."""
 
     order: tuple[int, ...]
+    gaps: tuple[int, ...] = ()
+    """By how much each of them is longer in memory, if any is: of `x[:, :-1]`, by one in dim 1."""
 
 
 class Form(NamedTuple):
@@ -51,8 +54,8 @@ class Form(NamedTuple):
         if not isinstance(self.layout, _Dense):
             return None
         strides, step = [0] * self.ndim, 1
-        for dim in self.layout.order:
-            strides[dim], step = step, step * max(sizes[dim], 1)
+        for dim, gap in zip_longest(self.layout.order, self.layout.gaps, fillvalue=0):
+            strides[dim], step = step, step * max(sizes[dim] + gap, 1)
         return Spec(torch.Size(sizes), tuple(strides), self.dtype, self.device, self.requires_grad)
 
 
@@ -61,20 +64,33 @@ def _layout(shape: torch.Size, stride: tuple[int, ...]) -> Hashable:
     if len(stride) != len(shape):
         return "sparse"
     dims = [d for d in reversed(range(len(shape))) if stride[d] != 0 or shape[d] == 1]
-    for order in (dims, sorted(dims, key=lambda d: stride[d])):
-        if _is_dense(shape, stride, order):
-            return _Dense(tuple(order))
+    # Of a dim of size 1 the stride means nothing: it must not say where the dim is, or equal tensors would have two forms.
+    long = sorted((d for d in dims if shape[d] != 1), key=lambda d: stride[d])
+    for order in (dims, [*long, *(d for d in dims if shape[d] == 1)]):
+        gaps = _gaps(shape, stride, order)
+        if gaps is not None:
+            return _Dense(tuple(order), gaps if any(gaps) else ())
     return stride
 
 
-def _is_dense(shape: torch.Size, stride: tuple[int, ...], order: Sequence[int]) -> bool:
-    step = 1
-    for dim in order:
-        if shape[dim] != 1:  # of a dim of size 1 the stride means nothing
-            if stride[dim] != step:
-                return False
-            step *= max(shape[dim], 1)
-    return True
+def _gaps(shape: torch.Size, stride: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...] | None:
+    """By how much each dim in this order is longer in memory than in the tensor; None if the order is another one."""
+    gaps = [0] * len(order)
+    step, inner = 1, -1  # of the last dim that has a stride; its place in the order
+    for place, dim in enumerate(order):
+        if shape[dim] == 1:
+            continue
+        if inner < 0:
+            if stride[dim] != 1:
+                return None
+        else:
+            length, rest = divmod(stride[dim], step)
+            size = max(shape[order[inner]], 1)
+            if rest or length < size:
+                return None
+            gaps[inner] = length - size
+        step, inner = stride[dim], place
+    return tuple(gaps)
 
 
 _Column = tuple[int, ...]

@@ -100,5 +100,28 @@ def test_strides_follow_the_order_in_memory(tensor):
     )
 
 
-def test_gaps_are_not_foreseen():
-    assert Form.of(Spec.of(torch.empty(4, 6)[:, :3])).at((4, 3)) is None
+def test_dims_of_size_one_have_one_place():
+    # Their strides are arbitrary. T5's position bias had two forms, one from a run and one foreseen, and layers ran for each.
+    bias = torch.empty(5, 5, 2).permute(2, 0, 1).unsqueeze(0)
+    form = Form.of(Spec.of(bias))
+    assert Form.of(form.at(bias.shape)) == form
+    assert Form.of(form.at((1, 2, 7, 7))) == form
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape"),
+    [
+        (lambda t: torch.empty(4, t)[:, :-1], (4, 7)),
+        (lambda t: torch.empty(4, t, 24)[..., 8:16], (4, 8, 8)),
+        (lambda t: torch.empty(4, t, 24)[:, 1:, :8].transpose(0, 1), (7, 4, 8)),
+    ],
+)
+def test_gaps_that_stay_the_same(cut, shape):
+    form = Form.of(Spec.of(cut(5)))
+    assert form == Form.of(Spec.of(cut(8)))
+    assert form.at(shape) == Spec.of(cut(8))
+
+
+def test_gaps_that_change_are_other_forms():
+    assert Form.of(Spec.of(torch.empty(4, 6)[:, :3])) != Form.of(Spec.of(torch.empty(4, 9)[:, :3]))
+    assert Form.of(Spec.of(torch.empty(4, 6)[:, ::2])).at((4, 3)) is None
