@@ -17,7 +17,7 @@ from epl.graph.record.constants import homes_of
 from epl.graph.record.draws import Draws
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.modules import Modules
-from epl.graph.record.outlook import Outlook
+from epl.graph.record.outlook import Outlook, Sizes
 from epl.graph.record.recorder import NotALeaf
 from epl.graph.record.recording import Recording
 from epl.graph.record.run import Surroundings, record
@@ -46,6 +46,7 @@ class Maker:
         """The call with these inputs in micro batches, and what it drew. `trust`: its signature without sizes. `known`: of each
         tensor whether earlier calls have shown that it carries the batch (epl.graph.record.roles)."""
         making = _Making(self, inputs, trust, seed, known)
+        ahead = making.look_ahead()
         call = making.call(micro_batches, widths)
         for module in _losses(call):
             # A module without parameters that makes one number of a batch is a loss: it belongs to the tail.
@@ -56,7 +57,8 @@ class Maker:
             except RecordingError:
                 self.modules.leave_whole(module)
         call.homes = homes_of(call.whole, self.modules)
-        making.look_ahead(call)
+        if ahead is not None:
+            making.look_ahead_in_micro_batches(ahead, call)
         return call, making.draws
 
 
@@ -121,31 +123,48 @@ class _Making:
             )
         return recording
 
-    def look_ahead(self, call: RecordedCall) -> None:
-        """Run the forward where calls may soon come, for what follows from it at the sizes between; nothing is kept of it."""
-        surroundings, outlook = self._maker.surroundings, self._maker.outlook
-        leaves, inputs = surroundings.leaves, self._inputs
+    def look_ahead(self) -> Sizes | None:
+        """Run the forward where calls may soon come, for what follows from it at the sizes between, of which this call is one: so
+        it comes first. Nothing is kept of it. The sizes at which it was run, if it was."""
+        surroundings = self._maker.surroundings
+        leaves = surroundings.leaves
+        leaves.trusted = self._trust in self._maker.trusted
         if leaves.need_numbers or surroundings.scopes.opened or (leaves.saw_objects and not leaves.trusted):
-            return  # it would be dear, leave TaskGraphs behind, or be of no use
-        sizes = outlook.beyond(self._trust, tuple(size for spec in inputs.specs for size in spec.shape))
-        if sizes is None:
-            return
+            return None  # it would be dear, leave TaskGraphs behind, or be of no use
+        sizes = self._maker.outlook.beyond(self._trust, tuple(n for spec in self._inputs.specs for n in spec.shape))
+        if sizes is None or not self._run_ahead([self._shapes(sizes)]):
+            return None
+        return sizes
+
+    def look_ahead_in_micro_batches(self, sizes: Sizes, call: RecordedCall) -> None:
+        """The same at the other numbers of rows: a single row may take another way."""
+        shapes = self._shapes(sizes)
+        others = [
+            [
+                torch.Size([rows, *shape[1:]]) if is_cut else shape
+                for shape, is_cut in zip(shapes, call.is_cut, strict=True)
+            ]
+            for rows in call.by_size
+            if rows != call.rows
+        ]
+        if self._run_ahead(others):
+            self._maker.outlook.seen(self._trust, sizes)
+
+    def _shapes(self, sizes: Sizes) -> list[torch.Size]:
         rest = iter(sizes)
-        shapes = [torch.Size([next(rest) for _ in spec.shape]) for spec in inputs.specs]
+        return [torch.Size([next(rest) for _ in spec.shape]) for spec in self._inputs.specs]
+
+    def _run_ahead(self, several: Sequence[Sequence[torch.Size]]) -> bool:
+        """Whether the forward works there; that it is too long for the model is nothing to tell the user."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                for rows in call.by_size:
-                    whole = rows == call.rows
-                    cut = [
-                        torch.Size([rows, *shape[1:]]) if is_cut and not whole else shape
-                        for shape, is_cut in zip(shapes, call.is_cut, strict=True)
-                    ]
-                    self._record(cut, Draws(self._seed, self.draws.pattern))
+                for shapes in several:
+                    self._record(shapes, Draws(self._seed, self.draws.pattern or None))
         except (Exception, NotALeaf):
-            outlook.failed(self._trust)
-        else:
-            outlook.seen(self._trust, sizes)
+            self._maker.outlook.failed(self._trust)
+            return False
+        return True
 
     # ---- which inputs carry the batch --------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """At which sizes a forward is looked at before they come, so that a stream of growing lengths is not worked out at each of them.
 
 Results are foreseen between sizes that were seen (epl.graph.record.shapes), and lengths that only ever grow are never between. So
-when a third size of some input goes beyond those before it, the forward is also run at twice that size, or half of it: the
-sizes up to there are between. A forward that fails there (positions have an end) is looked at a little further only, then not at all.
+when a third size of some input goes beyond those before it, the forward is first run at twice that size, or half of it: the
+sizes up to there, and that one itself, are between. A forward that fails there (positions have an end) is looked at a little further only, then not at all.
 """
 
 from __future__ import annotations
