@@ -60,6 +60,11 @@ class LanePlace:
         """This rank among those that divide its stages' rows."""
         return self._devices[self.device][self.replica].index(self._job.rank)
 
+    @property
+    def lane_ranks(self) -> Ranks:
+        """The ranks of this one's stages in its replica."""
+        return self._devices[self.device][self.replica]
+
     def gradient_factor(self, of_replica: float) -> float:
         """f of epl/parallel/reducer.py for a reduction over `replica_group`, from what this replica counts for among replicas.
 

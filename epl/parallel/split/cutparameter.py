@@ -43,11 +43,21 @@ class CutParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if region.depth or not torch.is_grad_enabled() or _looks_at_the_block(func):
+        if region.depth or not cls.computes(func):
             with _torch.no_tensor_subclass():
                 return func(*args, **kwargs) if kwargs else func(*args)
         own = leaves_of((args, kwargs), CutParameter)
         return own[0].epl_expressions.compute(func, args, kwargs or {})
+
+    @classmethod
+    def computes(cls, func: Callable[..., Any]) -> bool:
+        """Whether it computes something from the parameter, rather than from this rank's block."""
+        return not cls.is_block() and not _looks_at_the_block(func)
+
+    @classmethod
+    def is_block(cls) -> bool:
+        """Whether all code sees the block now: without grad mode, as in optimizers, averages of weights, loading."""
+        return not torch.is_grad_enabled()
 
     def gathered(self, why: str = "") -> torch.Tensor:
         """The whole parameter; all ranks of the split call it together."""
@@ -108,6 +118,8 @@ _ASKED = _words("""
     any all argmax argmin argsort nonzero count_nonzero signbit __bool__ __contains__
     __deepcopy__ __copy__ __reduce_ex__ __reduce__ __setstate__ is_tensor __dlpack__ __dlpack_device__
 """)
+_VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+"""Attributes that are computed, with a gradient."""
 _known: dict[Callable[..., Any], bool] = {}
 
 
@@ -116,7 +128,7 @@ def _looks_at_the_block(func: Callable[..., Any]) -> bool:
     found = _known.get(func)
     if found is None:
         name = getattr(func, "__name__", "")
-        found = name in _ASKED or changes(name)
+        found = (name in _ASKED or changes(name)) and func not in _VIEWS
         if len(_known) < 4096:  # functions are few; a user's own may be made anew each time
             _known[func] = found
     return found

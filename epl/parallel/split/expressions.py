@@ -19,7 +19,7 @@ from epl.graph.spec import leaves_of, swap
 from epl.parallel.split.cutparameter import CutParameter
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.rows import share_loss
-from epl.parallel.split.value import SplitTensor, shard, whole
+from epl.parallel.split.value import SplitTensor, beside_parameters, shard, whole
 from epl.plan.split.layout import ParameterLayout, layout_of
 from epl.report.log import notice
 
@@ -92,6 +92,8 @@ class InOwnLoss(SplitTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if beside_parameters(types, func):
+            return NotImplemented
         first = leaves_of((args, kwargs), InOwnLoss)[0]
         return first.expressions.go_on(func, args, kwargs or {})
 
@@ -124,7 +126,7 @@ def as_values(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], ran
     Anchors of a penalty, Fisher weights and the like were made from blocks (`p.detach().clone()`, `torch.zeros_like(p)`).
     """
     name = getattr(func, "__name__", "")
-    if name in _LIKE_ANOTHER and not isinstance(args[0], (CutParameter, SplitTensor)):
+    if name in _LIKE_ANOTHER and not isinstance(args[0], CutParameter):
         raise SplitError(
             f"{name} would give a tensor of this rank's own the form of one rank's block, while parameters count as whole here: do it under "
             "torch.no_grad(), where a parameter is its block"

@@ -29,7 +29,7 @@ from torch.nn import functional
 from epl.graph.spec import swap
 from epl.parallel.split.functions import ReduceScatter
 from epl.parallel.split.ranks import SplitRanks
-from epl.parallel.split.value import SplitTensor, recut, shard, take, whole
+from epl.parallel.split.value import SplitTensor, beside_parameters, recut, shard, take, whole
 from epl.plan.split.cut import Axis, Cut
 from epl.report.log import notice
 
@@ -250,6 +250,8 @@ class OwnRowsOf(SplitTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if beside_parameters(types, func):
+            return NotImplemented
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         first = args[0] if args else None

@@ -102,6 +102,8 @@ class SplitTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and beside_parameters(types, func):
+            return NotImplemented
         found = RULES.get(func)
         if found is not None:
             named = named_alike(found, func, kwargs) if kwargs else {}
@@ -187,6 +189,11 @@ class SplitTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         return repr(self)
+
+
+def beside_parameters(types: Any, func: Any) -> bool:
+    """Whether it computes with a cut parameter, too, outside of split parts: that knows who does so there, and is asked next."""
+    return not region.depth and any(hasattr(kind, "computes") and kind.computes(func) for kind in types)
 
 
 # ---- making them -----------------------------------------------------------------------------------------------------

@@ -97,8 +97,8 @@ class StageCarrier:
 
     # ---- one backward pass of the loop -----------------------------------------------------------------------------
 
-    def begin_backward(self, aside: bool) -> None:
-        self._gradients.before(collects=aside)
+    def begin_backward(self, aside: bool, terms: bool = False) -> None:
+        self._gradients.before(collects=aside, more_comes=terms)
 
     def end_backward(self, extra: Mapping[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
         return self._gradients.after(extra)

@@ -53,12 +53,13 @@ class PartGradients:
         self._parameters, self._stages = list(parameters), stages
         self._reducers, self._ties = reducers, ties
         self._aside: Aside | None = None
-        self._collects = False
+        self._collects = self._more_comes = False
         self._sends: list[bool] = []
 
-    def before(self, *, collects: bool) -> None:
-        """A pass begins. `collects`: gradients are only asked for, `.grad` stays as it is."""
-        self._collects = collects
+    def before(self, *, collects: bool, more_comes: bool = False) -> None:
+        """A pass begins. `collects`: gradients are only asked for, `.grad` stays as it is. `more_comes`: to one lane of a stage, maybe,
+        and not to the others: nothing leaves before that."""
+        self._collects, self._more_comes = collects, more_comes
         # Hooks of the user's must see the whole gradient, once: until then it is kept beside `.grad`.
         own_hooks = len(self._reducers)  # each has one on every trained parameter
         apart = self._parameters if collects else hooked(self._parameters, own_hooks)
@@ -72,7 +73,8 @@ class PartGradients:
 
     def reducers(self) -> dict[int, StageReducer]:
         """By stage, what may send gradients while the schedule is still at work."""
-        if self._collects or self._aside is not None or not self._reducers or not all(self._sends):
+        waits = self._collects or self._more_comes or self._aside is not None
+        if waits or not self._reducers or not all(self._sends):
             return {}
         return dict.fromkeys(self._stages, _LastBackward(self._reducers, len(self._stages)))
 

@@ -115,7 +115,7 @@ class Staged:
                 materialise_whole(parameter)  # to be let go of
         self._let_go_of_the_rest(parameters, own, cut)
         if self._split is not None:
-            self._split.cut(lanes)
+            self._split.cut(lanes, own, {name: self._owner(cut, name) for name in own})
         held = Held(self._model, list(own), [name for name, stages in cut.buffers.items() if here.intersection(stages)])
         self._sync_batch_norm()
         reducers = self._replicas.reducers = self._make_reducers(held)
@@ -164,16 +164,19 @@ class Staged:
     def _let_go_of_the_rest(
         self, parameters: Mapping[str, nn.Parameter], own: Mapping[str, nn.Parameter], cut: StageCut
     ) -> None:
-        ranks = self._lanes.lanes.ranks
         for name, parameter in parameters.items():
             if name not in own:
                 if parameter.is_meta:
                     nothing = torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=self._job.device)
                     _torch.give_memory(parameter, nothing.expand(parameter.shape))
-                become_foreign(parameter, self._lanes.pipe_ranks[ranks[cut.holders[name][0]][0]], name)
+                become_foreign(parameter, self._owner(cut, name), name)
                 for optimizer in self._replicas.optimizers:
                     if not isinstance(optimizer, torch.optim.LBFGS):  # its state is that of the whole vector
                         optimizer.state.pop(parameter, None)
+
+    def _owner(self, cut: StageCut, name: str) -> int:
+        """The rank that answers for a parameter: the first lane of the first stage that has it."""
+        return self._lanes.pipe_ranks[self._lanes.lanes.ranks[cut.holders[name][0]][0]]
 
     def _ties(self, own: Mapping[str, nn.Parameter], cut: StageCut) -> Ties | None:
         """Weights that several devices hold, each with the group of all the ranks that do."""

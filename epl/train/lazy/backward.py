@@ -52,7 +52,7 @@ class Pass:
     def begin(self) -> None:
         """Before the first call is differentiated."""
         for carrier in self._at_work():
-            carrier.begin_backward(self.aside)
+            carrier.begin_backward(self.aside, terms=self.asked)
 
     def _at_work(self) -> Sequence[Carrier]:
         """Those whose parameters get gradients, as all ranks see it: a teacher's do not, unless it may be in a term."""

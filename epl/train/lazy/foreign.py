@@ -15,6 +15,7 @@ from epl.errors import LazyValueError
 from epl.graph.context import Context
 from epl.graph.spec import Spec
 from epl.train.lazy.journal import Parts
+from epl.train.lazy.lane import LaneParameter
 from epl.train.lazy.node import Node, foreign, name_of, topological
 from epl.train.lazy.tensor import LazyTensor, answer
 
@@ -59,13 +60,13 @@ class ForeignParameter(nn.Parameter):
         refuse(self, "saving")
 
 
-LAZY = (LazyTensor, ForeignParameter)
+LAZY = (LazyTensor, ForeignParameter, LaneParameter)
 
 
 def node_of(tensor: torch.Tensor) -> Node:
     """The recorded operation behind a lazy tensor, or behind another rank's parameter."""
     assert isinstance(tensor, LAZY)
-    return tensor.epl_node
+    return tensor.node() if isinstance(tensor, LaneParameter) else tensor.epl_node
 
 
 def become_foreign(parameter: nn.Parameter, owner: int, name: str) -> None:
@@ -91,7 +92,7 @@ def become_own(parameter: nn.Parameter, data: torch.Tensor) -> None:
     parameter.data = data
 
 
-def refuse(parameter: ForeignParameter, doing: str) -> NoReturn:
+def refuse(parameter: ForeignParameter | LaneParameter, doing: str) -> NoReturn:
     """Raise: its numbers would be needed here."""
     raise LazyValueError(
         f"{doing}: the parameter {parameter.epl_name!r}, {tuple(parameter.shape)}, lives on rank {parameter.epl_owner}; here is only "
@@ -100,10 +101,10 @@ def refuse(parameter: ForeignParameter, doing: str) -> NoReturn:
     )
 
 
-def foreign_parameters(node: Node) -> list[ForeignParameter]:
+def foreign_parameters(node: Node) -> list[ForeignParameter | LaneParameter]:
     """Those that the expression is made from, as far as it is not computed."""
     found = (n.args[0] for n in topological([node]) if not n.done and n.func is foreign)
-    return list(dict.fromkeys(p for p in found if isinstance(p, ForeignParameter)))
+    return list(dict.fromkeys(p for p in found if isinstance(p, (ForeignParameter, LaneParameter))))
 
 
 def refuse_foreign(node: Node, doing: str) -> None:

@@ -54,7 +54,8 @@ class Parts:
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = weakref.ref(carrier)
-        here = (p for p in carrier.parameters.values() if not hasattr(p, "epl_owner") and not p.is_inference())
+        kept = (p for p in carrier.parameters.values() if not hasattr(p, "epl_owner") or hasattr(p, "epl_lanes"))
+        here = (p for p in kept if not p.is_inference())
         self._own = list(dict.fromkeys(here))
 
     @property

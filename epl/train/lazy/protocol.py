@@ -108,8 +108,10 @@ class Carrier(Protocol):
         one's. With `keep` the graphs are kept for `backward_all`; without, bodies run without grad mode.
         """
 
-    def begin_backward(self, aside: bool) -> None:
+    def begin_backward(self, aside: bool, terms: bool = False) -> None:
         """One backward pass of the loop begins; `train` and `backward_all` calls of it follow, then `end_backward`.
+
+        `terms`: there is an expression over parameters in the loss, so that on some rank of the replica `end_backward` may get `extra`.
 
         Unless `aside`, gradients of parameters may be added into `.grad` as they come, if no hook on the parameter would see a
         part of them; with `aside`, `.grad` must be left alone.

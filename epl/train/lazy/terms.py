@@ -24,8 +24,10 @@ from torch import nn
 from epl.errors import LazyValueError
 from epl.graph.context import Context
 from epl.graph.spec import leaves_of, swap
+from epl.parallel.split.value import whole
 from epl.train.lazy.foreign import ForeignParameter, refuse
 from epl.train.lazy.journal import journal
+from epl.train.lazy.lane import LaneParameter
 from epl.train.lazy.node import Node, blame, foreign, topological
 from epl.train.separate import Given, Ref
 
@@ -159,7 +161,7 @@ def differentiate_at_owners(
     known = journal(carriers[0]).carriers
     found: dict[nn.Parameter, torch.Tensor] = {}
     for request, seed in (pair for theirs in asked for pair in theirs):
-        if request.owner != rank:
+        if not _is_asked(request, rank, known):
             continue
         value, parameters = _run(request, known)
         wanted = [p for p in parameters if p.requires_grad]
@@ -180,14 +182,24 @@ def _ask_owners(home: Carrier, requests: list[Request]) -> list[torch.Tensor]:
         return []
     known = journal(home).carriers
     answers = {
-        (asker, number): _run(request, known)[0].detach()
+        (asker, number, request.owner): _run(request, known)[0].detach()
         for asker, theirs in zip(home.ranks, asked, strict=True)
         for number, request in enumerate(theirs)
-        if request.owner == rank
+        if _is_asked(request, rank, known)
     }
-    said: list[Any] = home.exchange(answers)
+    said: list[Any] = home.exchange({key[:2]: value for key, value in answers.items() if key[2] == rank})
     found = {key: value for some in said for key, value in some.items()}
     return [found[rank, number] for number in range(len(requests))]
+
+
+def _is_asked(request: Request, rank: int, carriers: Sequence[weakref.ref[Carrier]]) -> bool:
+    """Whether this rank computes it: the owner, and with it all lanes of a stage that is split."""
+    if request.owner == rank:
+        return True
+    named = next(step for step in _program(request.program) if isinstance(step, Named))
+    carrier = carriers[named.carrier]()
+    parameter = None if carrier is None else carrier.parameters[named.name]
+    return isinstance(parameter, LaneParameter) and request.owner in parameter.epl_lanes
 
 
 def _names(home: Carrier) -> dict[int, Named]:
@@ -273,9 +285,9 @@ def _run(request: Request, carriers: Sequence[weakref.ref[Carrier]]) -> tuple[to
                     f"the parameter {step.name!r} was looked for on rank {request.owner} and is not there"
                 )
             parameters.append(parameter)
-            values.append(parameter)
+            values.append(parameter.here() if isinstance(parameter, LaneParameter) else parameter)
             continue
         with step.context.restored():
             args, kwargs = swap((step.args, step.kwargs), (Ref, Given), value)
             values.append(step.func(*args, **kwargs))
-    return values[-1], list(dict.fromkeys(parameters))
+    return whole(values[-1]), list(dict.fromkeys(parameters))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,6 +25,7 @@ from epl.plan import Plan
 from epl.plan.split.splitplan import SplitPlan
 from epl.report.log import notice
 from epl.train.laneplace import LanePlace
+from epl.train.lazy.lane import become_lane, become_single, step_is_over, watch_steps
 from epl.train.split.cutting import CutParameters, decide, split_parameters
 from epl.train.split.entries import mind_entries
 from epl.train.split.stepping import step_whole_where_needed
@@ -71,8 +74,8 @@ class StageSplit:
                 self._plans[taskgraph.name] = plan
                 notice(f"{taskgraph.name}, split over {taskgraph.width} ranks:\n{plan.only(own).describe()}")
 
-    def cut(self, lanes: LanePlace) -> None:
-        """Cut what is here; all ranks call it together."""
+    def cut(self, lanes: LanePlace, own: Mapping[str, nn.Parameter], owners: Mapping[str, int]) -> None:
+        """Cut what is here; all ranks call it together. `own`: the parameters of this rank's stages, `owners`: who answers for each."""
         group = lanes.lane_group()
         stages = [t.name for t in self._replicas.plan.taskgraphs]
         here = [t.name for t in self._replicas.plan.taskgraphs if t.name in self._plans and self._job.rank in _ranks(t)]
@@ -87,12 +90,18 @@ class StageSplit:
         self.ids = set(map(id, cut.layouts))
         replicas = self._replicas
         replicas.at_close(cut.undo)
+        here_too = lanes.lane_ranks
+        for name, parameter in own.items():
+            become_lane(parameter, here_too, owners[name], name, self.ranks)
+            replicas.at_close(partial(become_single, parameter))
+        replicas.at_close(watch_steps())
         replicas.at_close(mind_entries(self._model, self.ranks.rank))
         replicas.at_close(step_whole_where_needed(self._model, self.ranks))
         replicas.at_close(register_optimizer_step_pre_hook(self._refuse_lbfgs).remove)
 
     def inside(self, stage: int) -> AbstractContextManager[None]:
         """What surrounds the forward of a stage: code between its modules sees split parameters as split, too."""
+        step_is_over()
         part = self._parts.get(stage)
         return contextlib.nullcontext() if part is None else part.entered()
 

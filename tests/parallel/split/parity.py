@@ -12,6 +12,7 @@ from torch import nn
 from epl.graph.record.fingerprint import fingerprint
 from epl.parallel.split.choose import choose
 from epl.parallel.split.choose.subject import copied_with
+from epl.parallel.split.cutparameter import CutParameter
 from epl.parallel.split.part import SplitPart
 from epl.parallel.split.value import whole
 from epl.plan.split.splitplan import SplitPlan
@@ -109,7 +110,7 @@ def train(
             calls = list(ranks.calls[start:]) if ranks else []
             gradients = {name: gathered(name, p.grad) for name, p in model.named_parameters()}
             first = [whole(out).detach().clone() for out in outputs], gradients, x.grad, calls
-            assert all(type(p) is nn.Parameter for p in model.parameters())
+            assert all(type(p) in (nn.Parameter, CutParameter) for p in model.parameters())  # blocks, no split values
             assert all(p.grad is None or type(p.grad) is torch.Tensor for p in model.parameters())
         optimizer.step()
     weights = {name: gathered(name, p) for name, p in model.named_parameters()}

@@ -212,7 +212,7 @@ class DoubleCarrier:
         values = [[o.detach() for o in outs] for outs in parts]
         return [call.join([v[i] for v in values], kind) for i, kind in enumerate(call.kinds)]
 
-    def begin_backward(self, aside: bool) -> None:
+    def begin_backward(self, aside: bool, terms: bool = False) -> None:
         self._aside = aside
         if self.is_home:
             self._saved = [(p, p.grad, _torch.take_hooks(p)) for p in self.engine.parameters()]
