@@ -25,6 +25,9 @@ class Assignment:
         and buffers are) and `ran` (where modules ran) are known when the model has been placed already."""
         self.nodes = {node.index: node for node in nodes}
         self.owners, self.home, self._held, self._ran = owners, home, held, ran
+        executed = {node.taskgraph for node in nodes if node.kind == "leaf"}
+        self._bare = {owner for owner in owners.values() if owner is not None} - executed
+        """TaskGraphs of bare parameters, without a module: the glue that computes with them is what they execute."""
         self.memory = Memory(nodes)
         self.needs: dict[int, tuple[int, ...]] = {}
         self._users: dict[int, list[int]] = {node.index: [] for node in nodes}
@@ -105,15 +108,16 @@ class Assignment:
         return feeds
 
     def _owners(self, node: GraphNode) -> list[str]:
-        """Its own TaskGraph or, of glue without another producer, its parameters'."""
+        """Its own TaskGraph or, of glue without another producer or with parameters of a TaskGraph without modules, its parameters'."""
         return [node.taskgraph] if node.taskgraph is not None else self._owners_of_root(node)
 
     def _owners_of_root(self, node: GraphNode) -> list[str]:
-        """The TaskGraphs of the parameters that decide where this glue runs: none if it has another producer."""
-        if node.kind != "glue" or any(self._is_staged(each) for each in self.needs[node.index]):
+        """The TaskGraphs of the parameters that decide where this glue runs: if it has another producer, those without modules."""
+        if node.kind != "glue":
             return []
+        fed = any(self._is_staged(each) for each in self.needs[node.index])
         owners = (self.owners.get(name) for name in self._used_parameters(node))
-        return [owner for owner in owners if owner is not None]
+        return [owner for owner in owners if owner is not None and (not fed or owner in self._bare)]
 
     def _is_staged(self, index: int) -> bool:
         """Whether exactly one stage computes this node."""
@@ -132,7 +136,7 @@ class Assignment:
             producers = [stage[each] for each in self.needs[index] if each in stage]
             fixed = self._fixed(node)
             if fixed is not None:
-                stage[index] = fixed
+                stage[index] = fixed if node.taskgraph is not None else max([fixed, *producers])
             elif node.kind == "glue" and producers:
                 stage[index] = max(producers)
             else:
@@ -141,7 +145,7 @@ class Assignment:
         return stage
 
     def _fixed(self, node: GraphNode) -> int | None:
-        """The stage by its own TaskGraph or, of glue without another producer, by its parameters' TaskGraph."""
+        """The stage by its own TaskGraph or by that of its parameters, where these decide."""
         return max((self.stage_of_taskgraph.get(owner, self.last) for owner in self._owners(node)), default=None)
 
     def _wanted(self) -> dict[int, int]:

@@ -9,7 +9,8 @@ a scope covers runs in its TaskGraph; for the rest:
     ... that packs  values for a consumer: beside it, since only tensors travel
     ... at random   of inputs only: to its first consumer, from where it travels: all must see the same numbers
     parameter       held wherever it is used: tied, if that is in several stages. Glue of parameters and inputs only runs
-                    where their TaskGraph does; if they have none, at its first consumer
+                    where their TaskGraph does; if they have none, at its first consumer. All glue of the parameters of a TaskGraph
+                    without modules runs there
 
 First and latest are by stage. A value goes directly from the stage that makes it to every stage that uses it.
 """

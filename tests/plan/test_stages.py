@@ -522,10 +522,19 @@ def test_all_problems_come_at_once() -> None:
     assert "never executes TaskGraph 's3' (it holds d.weight)" in message
 
 
-def test_a_parameter_alone_in_its_taskgraph_that_runs_elsewhere_is_refused() -> None:
+def test_glue_runs_where_a_parameter_alone_in_its_taskgraph_is() -> None:
+    # A head that is a bare parameter in a scope of its own: F.linear(self.body(x), self.classes).
     p = Program()
     a = p.leaf("a", p.input(), tg="s0")
-    p.glue("mul", a, p.parameter("gain", "s1"))
+    b = p.glue("mul", a, p.parameter("gain", "s1"))
+    cut = p.cut(b, taskgraphs=["s0", "s1"])
+    assert (cut.order, cut.stages[b], cut.holders["gain"]) == (("s0", "s1"), (1,), (1,))
+
+
+def test_a_parameter_alone_in_its_taskgraph_that_nothing_uses_is_refused() -> None:
+    p = Program()
+    p.leaf("a", p.input(), tg="s0")
+    p.parameter("gain", "s1")
     assert "never executes TaskGraph 's1' (it holds gain)" in refusal(p, taskgraphs=["s0", "s1"])
 
 
@@ -578,7 +587,7 @@ def test_another_recording_that_uses_a_parameter_elsewhere_is_refused() -> None:
     q = Program()
     q.owners = p.owners
     a = q.leaf("a", q.input(), tg="s0")
-    q.glue("mul", a, q.parameter("b.weight"))
+    q.leaf("b", q.glue("mul", a, q.parameter("b.weight")), tg="s1")
     q.leaf("c", a, tg="s2", weights=())
     message = refusal(q, earlier=first)
     assert "uses 'b.weight' in 's0', but the first call placed it in 's1'" in message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,15 +34,16 @@ class RecordedCall:
         sizes: tuple[int, ...],
         is_cut: tuple[bool, ...],
         probe: Callable[[], tuple[int, Recording] | None],
+        bound: Container[str] = frozenset(),
     ) -> None:
-        """`probe` records the forward at one more size, if there is no other to compare the whole with."""
+        """`probe` records the forward at one more size, if there is no other to compare the whole with. `bound`: see `parts_of`."""
         self.rows, self.sizes, self.is_cut, self.by_size = rows, sizes, is_cut, dict(by_size)
         self.given: tuple[torch.Tensor, ...] = ()
         """The numbers drawn at random for this call, for `whole.draws`; the same for all its micro batches."""
         self.homes: tuple[Home, ...] = ()
         """Where its constants were found; without them there, it does not fit any more."""
         self.whole = self.by_size[rows]
-        parts = parts_of(self.whole)
+        parts = parts_of(self.whole, bound)
         self.body, self.tail, self.frontier = parts.body, parts.tail, parts.frontier
         self._inputs = inputs
         self._place = {node: index for index, node in enumerate(self.whole.nodes)}

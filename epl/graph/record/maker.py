@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,8 @@ class Maker:
     trusted: set[Hashable]
     """Signatures (without sizes) in which it does not matter what leaves do to the objects they are given."""
     outlook: Outlook
+    bound: Container[str] = frozenset()
+    """Parameters that code can compute with in stages only (see `parts_of`)."""
 
     def make(
         self,
@@ -85,7 +87,13 @@ class _Making:
         if not others:
             is_cut = next(_choices(candidates, self._known))
             return RecordedCall(
-                inputs, {rows: whole}, rows, sizes, is_cut, lambda: self._probe(whole, rows, candidates)
+                inputs,
+                {rows: whole},
+                rows,
+                sizes,
+                is_cut,
+                lambda: self._probe(whole, rows, candidates),
+                self._maker.bound,
             )
         return self._cut(whole, rows, sizes, others, candidates)
 
@@ -198,7 +206,7 @@ class _Making:
         self, whole: Recording, rows: int, sizes: tuple[int, ...], others: Sequence[int], is_cut: tuple[bool, ...]
     ) -> RecordedCall:
         by_size = {rows: whole, **{n: self._at(n, is_cut, whole) for n in others}}
-        return RecordedCall(self._inputs, by_size, rows, sizes, is_cut, lambda: None)
+        return RecordedCall(self._inputs, by_size, rows, sizes, is_cut, lambda: None, self._maker.bound)
 
     def _probe(self, whole: Recording, rows: int, candidates: tuple[bool, ...]) -> tuple[int, Recording] | None:
         """The forward at a size that nobody asked for, to see what carries the batch."""

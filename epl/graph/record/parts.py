@@ -9,6 +9,7 @@ Parameters, constants and packing are listed with everybody who uses them.
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -29,11 +30,11 @@ class Parts:
     frontier: tuple[fx.Node, ...]
 
 
-def parts_of(recording: Recording) -> Parts:
-    """The parts of a recorded forward."""
+def parts_of(recording: Recording, bound: Container[str] = frozenset()) -> Parts:
+    """The parts of a recorded forward. `bound`: parameters that code can compute with in stages only, as they are cut over ranks."""
     nodes = recording.nodes
     order = {node: i for i, node in enumerate(nodes)}
-    body = {node for node in nodes if _is_bound_to_modules(node)}
+    body = {node for node in nodes if _is_bound_to_modules(node)} | _using(nodes, bound)
     size = -1
     while size != (size := len(body)):
         for node in reversed(nodes):
@@ -84,6 +85,23 @@ def _is_bound_to_modules(node: fx.Node) -> bool:
         return True
     target = node.meta.get("effect")
     return target is not None and _root(target).op == "get_attr"  # a buffer changes where it is, per micro batch
+
+
+def _using(nodes: Sequence[fx.Node], bound: Container[str]) -> set[fx.Node]:
+    """The glue that computes with these parameters, up to where inputs come in: logits are a value of the body, a loss is not."""
+    parameters: set[fx.Node] = set()
+    from_inputs: set[fx.Node] = set()
+    found: set[fx.Node] = set()
+    for node in nodes:
+        if node.op == "placeholder" or not from_inputs.isdisjoint(node.all_input_nodes):
+            from_inputs.add(node)
+        if node.op == "get_attr" and str(node.target) in bound:
+            parameters.add(node)
+        elif not parameters.isdisjoint(node.all_input_nodes):
+            found.add(node)
+            if node not in from_inputs:
+                parameters.add(node)
+    return found
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Container, Hashable
 from typing import Any
 
 import torch
@@ -41,9 +41,11 @@ class Recordings:
         *,
         registry: Registry = the_registry,
         device: torch.device | None = None,
+        bound: Container[str] = frozenset(),
     ) -> None:
         """`taskgraph_of`: the TaskGraph that everything in a module belongs to, None if nothing in it is tagged, or MIXED.
-        `device`: where the tensors of a model on the meta device are going to be (the CPU)."""
+        `device`: where the tensors of a model on the meta device are going to be (the CPU). `bound`: parameters that code can compute with in
+        stages only, not with the loss: they are cut over ranks."""
         self._modules = Modules(model, taskgraph_of)
         self._fakes = FakeModel(model, device or torch.device("cpu"))
         mode = _torch.fake_mode()
@@ -52,7 +54,7 @@ class Recordings:
         surroundings = Surroundings(
             self._fakes, self._leaves, foresight, Scopes(registry), mode, self._modules.taskgraph_of
         )
-        self._maker = Maker(self._modules, surroundings, set(), Outlook())
+        self._maker = Maker(self._modules, surroundings, set(), Outlook(), bound)
         self._roles = Roles(model)
         self._cache: OrderedDict[Hashable, DrawTree[RecordedCall]] = OrderedDict()
 

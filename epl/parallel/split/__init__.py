@@ -7,6 +7,7 @@ region.py     what holds while a split part runs
 rules/        one small rule per kind of torch function: which local call to make, how the result is cut
 choose/       runs a part on fake tensors and decides which parameter is cut where
 part.py       a module cut in place; its parameters stay the same objects
+cutparameter.py, expressions.py   a parameter's block outside of split parts; what a loss computes from it
 escape.py     what bypasses torch functions, and the way round
 """
 

@@ -51,8 +51,11 @@ class CutParameter(nn.Parameter):
 
     @classmethod
     def computes(cls, func: Callable[..., Any]) -> bool:
-        """Whether it computes something from the parameter, rather than from this rank's block."""
-        return not cls.is_block() and not _looks_at_the_block(func)
+        """Whether it computes something from the parameter, rather than from this rank's block.
+
+        In a backward pass code has blocks in its hands: what a rule has saved, what a hook of the parameter is given.
+        """
+        return not cls.is_block() and not _looks_at_the_block(func) and _torch.backward_id() == -1
 
     @classmethod
     def is_block(cls) -> bool:

@@ -19,14 +19,14 @@ backbone would learn k times too little, and train.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn import functional
 
-from epl.graph.spec import swap
+from epl.graph.spec import leaves_of, swap
 from epl.parallel.split.functions import ReduceScatter
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.value import SplitTensor, beside_parameters, recut, shard, take, whole
@@ -136,6 +136,8 @@ class RowBridge:
 
     def __init__(self, ranks: SplitRanks, share: RowShare) -> None:
         self.ranks, self.share = ranks, share
+        self.glue: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: NotImplemented
+        """Who knows how a function between split parts treats the rows: what it gives, or NotImplemented."""
 
     @property
     def weight(self) -> float:
@@ -255,6 +257,9 @@ class OwnRowsOf(SplitTensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         first = args[0] if args else None
+        own = first if isinstance(first, OwnRowsOf) else leaves_of((args, kwargs), OwnRowsOf)[0]
+        if (found := own.bridge.glue(func, args, kwargs)) is not NotImplemented:
+            return found
         if isinstance(first, OwnRowsOf):
             if func is functional.cross_entropy and (found := _cross_entropy(*args, **kwargs)) is not None:
                 return found

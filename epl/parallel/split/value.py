@@ -227,6 +227,11 @@ def partial(
     cell: Cell | None = None,
 ) -> SplitTensor:
     """A value that is the sum of what the ranks hold, plus `extra`. `fresh`: the addend was made for this and nobody else reads it."""
+    if isinstance(extra, torch.nn.Parameter) and type(extra) is not torch.nn.Parameter:
+        with (
+            _torch.no_tensor_subclass()
+        ):  # added later, maybe outside of the part, where it would be asked who computes with it
+            extra = extra.view_as(extra)
     made = shard(local, PARTIAL, None, ranks, cell=cell or Cell(fresh), extra=extra)
     if extra is not None:
         made.__dict__["extra_version"] = _version(extra)

@@ -15,6 +15,7 @@ from epl.parallel.pipeline.route import Layout
 from epl.parallel.pipeline.transport import Edge
 from epl.parallel.split.value import settle, whole
 from epl.plan.stages import StageCut
+from epl.train.lazy.lane import LaneParameter
 from epl.train.lazy.protocol import Kind
 
 
@@ -126,6 +127,8 @@ class Values:
     def as_left(self, index: int) -> torch.Tensor:
         """As a split part has left it, maybe cut."""
         value = settle(self._env[self._nodes[index]])
+        if isinstance(value, LaneParameter):  # a parameter that the code after the last module uses
+            return value.here()
         if not isinstance(value, torch.Tensor):
             node = self._nodes[index]
             raise PlanError(

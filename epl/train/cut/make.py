@@ -23,16 +23,15 @@ def cut_model(env: Env, model: nn.Module, source: StageSource, replicas: Replica
     """What stands in for the forward of this model under its plan."""
     plan, job = replicas.plan, env.job("epl.parallelize")
     placer: Placer
+    bound = _split_parameters(model, replicas)
     if plan.layout == "staged":
         placer = Staged(env, model, source, replicas)
-        recordings = Recordings(model, source.leaf_of, device=job.device)
+        recordings = Recordings(model, source.leaf_of, device=job.device, bound=bound)
     else:
         placer = OneStage(job, model, replicas.reducers, None if replicas.split is None else replicas.split.inside)
-        recordings = Recordings(model, lambda module: "model", device=job.device)
+        recordings = Recordings(model, lambda module: "model", device=job.device, bound=bound)
     own_rows = None if replicas.split is None else replicas.split.rows
-    cut = CutModel(
-        model, recordings, plan.settings.num_micro_batch, placer, own_rows, _split_parameters(model, replicas)
-    )
+    cut = CutModel(model, recordings, plan.settings.num_micro_batch, placer, own_rows, bound)
     replicas.at_close(guard_generation(model, None if plan.layout == "staged" else cut.as_it_is))
     return cut
 

@@ -22,6 +22,7 @@ from epl.graph.spec import Spec
 from epl.parallel.split.cutparameter import CutParameter
 from epl.parallel.split.expressions import value_of
 from epl.parallel.split.ranks import SplitRanks
+from epl.parallel.split.region import region
 from epl.plan.split.layout import layout_of, whole_shape
 from epl.train.lazy.node import Node, foreign
 from epl.train.lazy.tensor import answer
@@ -50,6 +51,11 @@ class LaneParameter(CutParameter):
     def is_block(cls) -> bool:
         """Only in optimizers: in an evaluation other ranks write an expression down, and so must this one."""
         return _stepping.under_way
+
+    @staticmethod
+    def is_used_by_its_stage() -> bool:
+        """Whether a stage computes now, rather than the loop."""
+        return region.depth > 0
 
     def node(self) -> Node:
         """What stands for it in expressions."""

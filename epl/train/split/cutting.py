@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,13 @@ class CutParameters:
         self.layouts: dict[nn.Parameter, ParameterLayout] = {}
 
     def cut(
-        self, root: nn.Module, plan: SplitPlan, config: Config, optimizers: Sequence[Optimizer], **more: Any
+        self,
+        root: nn.Module,
+        plan: SplitPlan,
+        config: Config,
+        optimizers: Sequence[Optimizer],
+        kind: Callable[..., SplitPart] = SplitPart,
+        **more: Any,
     ) -> SplitPart:
         """Cut a module in place; the state of these optimizers is cut with it."""
         named = dict(root.named_parameters())
@@ -98,7 +104,7 @@ class CutParameters:
         for name, parameter in named.items():
             if plan.choices.get(name) is None and is_deferred(parameter):
                 materialise_whole(parameter)
-        part = SplitPart(
+        part = kind(
             root,
             plan,
             self.ranks,

@@ -22,12 +22,15 @@ from epl.graph.record.chance import torch_streams_kept
 from epl.graph.record.leaf import stand_in
 from epl.graph.record.modules import TaskGraphOf
 from epl.graph.record.tree import skeleton
+from epl.parallel.split.expressions import OwnLosses
 from epl.parallel.split.ranks import SplitRanks
+from epl.parallel.split.region import region
 from epl.parallel.split.rows import PLAIN, PartCall, RowBridge, RowShare
 from epl.plan.batch import cut_evenly
 from epl.plan.bridges import Crossing
 from epl.train.cut.call import Around
-from epl.train.split.rowmap import RowMap, fitting, row_map
+from epl.train.split.loose import Glue
+from epl.train.split.rowmap import GlueCall, RowMap, fitting, glue_calls, row_map
 
 _MAPS = 256  # signatures that are kept
 
@@ -48,6 +51,7 @@ class _Now(NamedTuple):
     """What is being computed: one call, or one micro batch of it."""
 
     calls: RowMap
+    glue: Sequence[GlueCall]
     bridge: RowBridge
     numbers: dict[nn.Module, int] | None
     """How often each part was called so far; None while a checkpoint computes again, in another order."""
@@ -71,8 +75,11 @@ class OwnRows:
         self._job, self._title, self._ranks, self._replica = job, type(model).__name__, ranks, replica
         self._names, self._asked = names, micro_batches
         self._recordings = Recordings(model, owners, device=job.device)
-        self._maps: dict[RecordedCall, RowMap] = {}
+        self._maps: dict[RecordedCall, tuple[RowMap, list[GlueCall]]] = {}
         self._now: _Now | None = None
+        self._running = False
+        self._loose: frozenset[int] = frozenset()
+        self._expressions: OwnLosses | None = None
         self._counts: tuple[int, ...] = ()
 
     @property
@@ -87,9 +94,10 @@ class OwnRows:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call begins: ranks tell each other how many rows they have."""
         recorded = self._recordings.of(args, kwargs, 1)
-        calls = self._maps.get(recorded)
-        if calls is None:
-            calls = self._maps[recorded] = row_map(recorded, self._names)
+        found = self._maps.get(recorded)
+        if found is None:
+            found = row_map(recorded, self._names), glue_calls(recorded, self._loose) if self._loose else []
+            self._maps[recorded] = found
             if len(self._maps) > _MAPS:
                 del self._maps[next(iter(self._maps))]
         share = active_share()
@@ -98,40 +106,67 @@ class OwnRows:
         told = [said.bits[rank] for rank in self._replica]
         self._counts = tuple(bits >> 1 for bits in told)
         share_of_rows = RowShare.of(self._counts, [not bits & 1 for bits in told], by_rows=share is not None)
-        self._now = _Now(calls, RowBridge(self._ranks, share_of_rows), {})
+        calls, glue = found
+        self._now = _Now(calls, glue, self._bridge(share_of_rows, glue), {})
+        self._running = True
 
     def around(self) -> Around:
         """What surrounds the micro batches of the call that has just begun, whenever they are computed."""
         assert self._now is not None
-        calls, whole = self._now.calls, self._now.bridge.share
+        calls, glue, whole = self._now.calls, self._now.glue, self._now.bridge.share
         cuts = [cut_evenly(0, rows, self.micro_batches) for rows in self._counts]
         bridges = [
-            RowBridge(self._ranks, whole.of_micro_batch([stop - start for start, stop in those]))
+            self._bridge(whole.of_micro_batch([stop - start for start, stop in those]), glue)
             for those in zip(*cuts, strict=True)
         ]
 
         @contextlib.contextmanager
         def micro_batch(number: int, again: bool) -> Iterator[None]:
-            before, self._now = self._now, _Now(calls, bridges[number], None if again else {})
+            before = self._now, self._running
+            self._now, self._running = _Now(calls, glue, bridges[number], None if again else {}), True
             try:
                 yield
             finally:
-                self._now = before
+                self._now, self._running = before
 
         return micro_batch
+
+    def loose(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[str]) -> list[str]:
+        """Of the parameters `own` those that no module of a split TaskGraph holds: code between modules computes with them."""
+        recorded = self._recordings.of(args, kwargs, 1)
+        paths = {module: path for path, module in recorded.whole.modules.items()}
+        calls = row_map(recorded, self._names)
+        return sorted(own - {name for module in calls for name, _ in module.named_parameters(prefix=paths[module])})
+
+    def watch(self, loose: Collection[nn.Parameter], expressions: OwnLosses) -> None:
+        """From now on code between modules computes with these parameters."""
+        self._loose, self._expressions = frozenset(map(id, loose)), expressions
+        expressions.glue = self._glue
+        self._maps.clear()
+
+    def is_running(self) -> bool:
+        """Whether the forward of the model runs, outside of its split modules."""
+        return self._running and not region.depth
+
+    def end(self) -> None:
+        """The call has returned."""
+        self._running = False
+
+    def _glue(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return NotImplemented if self._now is None else self._now.bridge.glue(func, args, kwargs)
+
+    def _bridge(self, share: RowShare, glue: Sequence[GlueCall]) -> RowBridge:
+        bridge = RowBridge(self._ranks, share)
+        if glue:
+            assert self._expressions is not None
+            bridge.glue = Glue(glue, bridge, self._expressions, self.is_running)
+        return bridge
 
     def parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[str]) -> list[Part]:
         """Every module of a split TaskGraph that the forward calls; `own`: the parameters of split TaskGraphs."""
         recorded = self._recordings.of(args, kwargs, 1)
         calls = row_map(recorded, self._names)
         paths = {module: path for path, module in recorded.whole.modules.items()}
-        held = {name for module in calls for name, _ in module.named_parameters(prefix=paths[module])}
-        loose = sorted(own - held)
-        if loose:
-            raise PlanError(
-                f"the parameter {loose[0]} is under split and used by code outside of any module under split, while ranks have rows of their "
-                "own under replicate: put it into a module of its own, built under the same scope, that uses it in its forward"
-            )
         first_call: dict[nn.Module, fx.Node] = {}
         for node in recorded.whole.nodes:
             if node.op == "call_module" and node.meta.get("taskgraph") in self._names:

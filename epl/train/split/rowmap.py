@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -18,29 +19,55 @@ RowMap = dict[nn.Module, list[PartCall]]
 """By part, its calls in the order in which the forward makes them."""
 
 
+class GlueCall(NamedTuple):
+    """A call of a torch function between modules."""
+
+    func: Any
+    call: PartCall
+
+
 def row_map(recorded: RecordedCall, taskgraphs: Collection[str]) -> RowMap:
     """How the batch goes into the parts of these TaskGraphs and comes out of them."""
-    another = recorded.another_size()
     found: RowMap = {}
-    places = {node: index for index, node in enumerate(recorded.whole.nodes)}
-    for node in recorded.whole.nodes:
-        if node.op != "call_module" or node.meta.get("taskgraph") not in taskgraphs:
-            continue
-        rows, other = (recorded.rows, None) if another is None else (another[0], another[1].nodes[places[node]])
-        sides = []
-        for specs in (_inputs, _outputs):
-            here = list(specs(node))
-            there = here if other is None else list(specs(other))
-            depends = recorded.depends_on_batch(node) if specs is _outputs else None
-            sides.append(
-                tuple(
-                    _batched(a, b, recorded.rows, rows, node, _depends(recorded, n, depends))
-                    for (n, a), (_, b) in zip(here, there, strict=True)
-                )
-            )
-        shapes = tuple(spec.shape for _, spec in _inputs(node))
-        found.setdefault(recorded.whole.modules[str(node.target)], []).append(PartCall(sides[0], sides[1], shapes))
+    for place, node in enumerate(recorded.whole.nodes):
+        if node.op == "call_module" and node.meta.get("taskgraph") in taskgraphs:
+            found.setdefault(recorded.whole.modules[str(node.target)], []).append(_part_call(recorded, node, place))
     return found
+
+
+def glue_calls(recorded: RecordedCall, parameters: Collection[int]) -> list[GlueCall]:
+    """How the batch goes through the code between modules that computes with these parameters (by id), or with what follows from them."""
+    found: list[GlueCall] = []
+    of_parameters: set[fx.Node] = set()
+    for place, node in enumerate(recorded.whole.nodes):
+        if node.op == "get_attr":
+            held = recorded.whole.held.get(node)
+            if held is not None and id(held.owner._parameters.get(held.name)) in parameters:
+                of_parameters.add(node)
+        elif node.op == "call_function" and not of_parameters.isdisjoint(node.all_input_nodes):
+            of_parameters.add(node)
+            with contextlib.suppress(PlanError):  # no dim of it is the batch: own rows are gathered for it
+                call = _part_call(recorded, node, place)
+                if not any(how.coupled for how in (*call.inputs, *call.outputs)):  # made of own rows, and of no others
+                    found.append(GlueCall(node.target, call))
+    return found
+
+
+def _part_call(recorded: RecordedCall, node: fx.Node, place: int) -> PartCall:
+    another = recorded.another_size()
+    rows, other = (recorded.rows, None) if another is None else (another[0], another[1].nodes[place])
+    sides = []
+    for specs in (_inputs, _outputs):
+        here = list(specs(node))
+        there = here if other is None else list(specs(other))
+        depends = recorded.depends_on_batch(node) if specs is _outputs else None
+        sides.append(
+            tuple(
+                _batched(a, b, recorded.rows, rows, node, _depends(recorded, n, depends))
+                for (n, a), (_, b) in zip(here, there, strict=True)
+            )
+        )
+    return PartCall(sides[0], sides[1], tuple(spec.shape for _, spec in _inputs(node)))
 
 
 def _depends(recorded: RecordedCall, node: fx.Node | None, known: bool | None) -> bool:
@@ -98,13 +125,14 @@ def _batched(here: Spec, there: Spec, rows: int, other: int, node: fx.Node, depe
 
 def fitting(calls: Sequence[PartCall], number: int, shapes: Sequence[torch.Size]) -> PartCall | None:
     """Which of a part's recorded calls this is: the `number`-th, or, while a checkpoint runs again, one with such arguments."""
-    same = [call for call in calls if _fits(call, shapes)]
-    if number < len(calls) and _fits(calls[number], shapes):
+    same = [call for call in calls if fits(call, shapes)]
+    if number < len(calls) and fits(calls[number], shapes):
         return calls[number]
     return same[0] if len({(call.inputs, call.outputs) for call in same}) == 1 else None
 
 
-def _fits(call: PartCall, shapes: Sequence[torch.Size]) -> bool:
+def fits(call: PartCall, shapes: Sequence[torch.Size]) -> bool:
+    """Whether these are shapes of its arguments, for any number of rows."""
     if len(shapes) != len(call.shapes):
         return False
     for how, recorded, found in zip(call.inputs, call.shapes, shapes, strict=True):

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ from epl.train.policy import reduce_policy
 from epl.train.scaling import agree_on_unscaling
 from epl.train.split.cutting import CutParameters, decide, split_parameters
 from epl.train.split.entries import mind_entries
+from epl.train.split.loose import LoosePart
 from epl.train.split.ownrows import OwnRows
 from epl.train.split.stepping import step_whole_where_needed
 from epl.train.split.trampoline import Trampoline
@@ -131,6 +133,7 @@ class SharedSplit:
             bridged = replicas.plan.with_bridges(self.rows.crossings(args, kwargs))
             replicas.plan = self._env.plan = bridged
             notice(describe_bridges(bridged.bridges))
+            self._cut_loose(self.rows, args, kwargs, own)
             for part in self.rows.parts(args, kwargs, own):
                 plan = decide(self._job, part.module, self.ranks.ways, part.args, part.kwargs, part.fixed)
                 self.cut.cut(part.module, plan, config, optimizers, boundary=part.border, expressions=self._expressions)
@@ -145,6 +148,21 @@ class SharedSplit:
         replicas.reducers += self._make_reducers()
         for reducer in replicas.reducers:
             replicas.at_close(reducer.close)
+
+    def _cut_loose(self, rows: OwnRows, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[str]) -> None:
+        """Cut the parameters under split that the code between modules computes with; before any module is cut."""
+        model, loose = self._model, rows.loose(args, kwargs, own)
+        if not loose:
+            return
+        assert isinstance(self._expressions, OwnLosses)
+        fixed = {name: None for name, _ in model.named_parameters() if name not in loose}
+        plan = decide(self._job, model, self.ranks.ways, args, kwargs, fixed)
+        parameters = [p for name, p in model.named_parameters() if name in loose]
+        make = partial(LoosePart, expressions=self._expressions, is_running=rows.is_running)
+        self.cut.cut(model, plan, self._env.config, self._replicas.optimizers, kind=make)
+        rows.watch(parameters, self._expressions)
+        self._replicas.at_close(model.register_forward_hook(ModuleHook(lambda *_: rows.end()), always_call=True).remove)
+        notice(f"split over {self.ranks.ways} ranks:\n{plan.only(set(loose)).describe()}")
 
     def _meet_for_expression(self) -> None:
         """One that computes alone is told so, and so are the others: once between two calls, before anything is sent."""

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from epl import _torch
-from epl.errors import SplitError
+from epl.errors import SplitError, StateError
 from epl.parallel.split.choose import choose
+from epl.parallel.split.cutparameter import CutParameter
 from epl.parallel.split.part import SplitPart, as_whole
 from epl.parallel.split.region import region
 from epl.parallel.split.value import SplitTensor, whole
@@ -79,7 +80,7 @@ def test_parameters_stay_the_same_objects_and_are_plain_in_every_listing() -> No
         assert layout_of(own.b.bias) is None
         listings = [*own.parameters(), *own.state_dict().values(), *own.a._parameters.values()]
         assert not any(isinstance(t, SplitTensor) for t in listings)
-        assert type(own.a.weight) is nn.Parameter
+        assert type(own.a.weight) is CutParameter
         part.undo(gather=False)
 
     run_threads(body, 2)
@@ -143,13 +144,14 @@ def test_a_replaced_parameter_is_followed() -> None:
 
 def test_functional_call_with_blocks_and_with_wholes() -> None:
     module, plan = mlp()
+    # Not in the threads: functional_call puts the tensors into the one module that they share.
+    wholes = {name: (p.detach() * 2).requires_grad_() for name, p in module.named_parameters()}
+    expected = torch.func.functional_call(module, wholes, (X,))
+    expected.sum().backward()
+    gradients = {name: p.grad for name, p in wholes.items()}
 
     def body(part: SplitPart, ranks: ThreadRanks) -> None:
         blocks = {name: (p.detach() * 2).requires_grad_() for name, p in part.module.named_parameters()}
-        wholes = {name: (p.detach() * 2).requires_grad_() for name, p in module.named_parameters()}
-        expected = torch.func.functional_call(module, wholes, (X,))
-        expected.sum().backward()
-        gradients = {name: p.grad for name, p in wholes.items()}
         found = whole(torch.func.functional_call(part.module, blocks, (X,)))
         found.sum().backward()
         close(found, expected, "with blocks")
@@ -267,7 +269,7 @@ def test_a_copy_of_something_around_or_inside() -> None:
     on_ranks(body, module, plan)
 
 
-def test_saved_states_and_modules_are_plain() -> None:
+def test_saved_states_are_plain_and_modules_of_blocks_are_not_saved() -> None:
     module, plan = mlp()
 
     def body(part: SplitPart, ranks: ThreadRanks) -> None:
@@ -276,9 +278,8 @@ def test_saved_states_and_modules_are_plain() -> None:
         file.seek(0)
         loaded = torch.load(file)
         assert {name: type(value) for name, value in loaded.items()} == dict.fromkeys(loaded, torch.Tensor)
-        other: Any = pickle.loads(pickle.dumps(part.module))
-        assert type(other.a._parameters) is dict
-        assert type(other.a.weight) is nn.Parameter
+        with pytest.raises(StateError, match=r"epl\.full_state_dict"):
+            pickle.dumps(part.module)
 
     on_ranks(body, module, plan)
 
