@@ -1,4 +1,8 @@
-"""Results of torch calls in the glue that need not be worked out again: the same call was made at other sizes."""
+"""Results of torch calls in the glue that need not be worked out again: the same call was made at other sizes.
+
+A call that changes tensors it is given, and gives one of them back or nothing, is foreseen too: what it does to their specs is
+nothing, and that it has changed them is noted in their versions, as torch would.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from epl.graph.context import Context
 from epl.graph.record.shapes import Form, Rule
@@ -35,13 +40,24 @@ class _Kept(NamedTuple):
     """For each tensor of the result the number of the argument whose memory it shares."""
 
 
+class _Changes(NamedTuple):
+    """Of a kind of call that changes tensors in place."""
+
+    rule: Rule
+    touched: tuple[int, ...]
+    """The numbers of the arguments that it changes."""
+    returns: int | None
+    """The number of the one that it returns, if it returns one."""
+
+
 class Foresight:
-    """Kept from recording to recording. Calls that change something, draw or return anything but tensors are not foreseen."""
+    """Kept from recording to recording. Calls that draw, or return anything but tensors, are not foreseen."""
 
     def __init__(self, fresh: Callable[[Spec], torch.Tensor]) -> None:
         """`fresh` makes a fake tensor of a spec."""
         self._fresh = fresh
         self._kept: dict[Hashable, _Kept | None] = {}
+        self._changes: dict[Hashable, _Changes | None] = {}
 
     def call(
         self, func: Any, args: Any, kwargs: Any, spec_of: Callable[[torch.Tensor], Spec]
@@ -65,6 +81,36 @@ class Foresight:
         made = [self._fresh(spec) for spec in specs]
         shares = tuple(None if number is None else inputs[number] for number in kept.shares)
         return Foreseen(made[0] if kept.kind is None else kept.kind(made), specs, shares)
+
+    def change(self, call: tuple[Hashable, tuple[int, ...]], inputs: Sequence[torch.Tensor]) -> tuple[Any] | None:
+        """What a call that changes its arguments returns, in a tuple, if that follows from others; they count as changed."""
+        kept = self._changes.get(call[0])
+        if kept is None or kept.rule.predict(call[1]) is None:
+            return None
+        increment_version([inputs[number] for number in kept.touched])
+        return (None if kept.returns is None else inputs[kept.returns],)
+
+    def observe_change(
+        self,
+        call: tuple[Hashable, tuple[int, ...]],
+        inputs: Sequence[torch.Tensor],
+        touched: Sequence[torch.Tensor],
+        result: Any,
+        before: Callable[[torch.Tensor], Spec],
+    ) -> None:
+        """Note what a call has done that has changed arguments; `before` tells what their specs were."""
+        numbers = tuple(n for n, each in enumerate(inputs) if _any_is([each], touched))
+        returned = [n for n, each in enumerate(inputs) if each is result]
+        specs = list(map(Spec.of, touched))
+        if (result is not None and not returned) or specs != list(map(before, touched)):
+            self._changes[call[0]] = None
+            return
+        changes = _Changes(Rule(tuple(map(Form.of, specs)), None), numbers, returned[0] if returned else None)
+        kept = self._changes.setdefault(call[0], changes)
+        if kept is not None and kept[1:] != changes[1:]:
+            self._changes[call[0]] = kept = None
+        if kept is not None:
+            kept.rule.observe(call[1], specs, None)
 
     def observe(
         self,

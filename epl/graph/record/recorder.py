@@ -135,8 +135,12 @@ class Recorder(TorchFunctionMode):
         call = self._foresight.call(func, args, kwargs, self.writer.spec_of) if foreseeable else None
         foreseen = None if call is None else self._foresight.foresee(call, inputs)
         versions = [_torch.version_of(t) for t in inputs]
+        changed = None if call is None or foreseen is not None else self._foresight.change(call, inputs)
         try:
-            result = func(*args, **kwargs) if foreseen is None else foreseen.result
+            if changed is not None:
+                (result,) = changed
+            else:
+                result = func(*args, **kwargs) if foreseen is None else foreseen.result
         except Exception as error:
             return self._unknown(func, args, kwargs, inputs, error)
         if self.draws.is_draw(func, kwargs, result):
@@ -158,6 +162,8 @@ class Recorder(TorchFunctionMode):
             return result
         elif call is not None and not touched:
             self._foresight.observe(call, inputs, result, self.writer.memory_of)
+        elif call is not None and changed is None:
+            self._foresight.observe_change(call, inputs, touched, result, self.writer.spec_of)
         if known and isinstance(result, torch.Tensor) and not touched:
             self.draws.compute(result, func, args, kwargs)
         self.draws.forget(touched)
