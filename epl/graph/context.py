@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ class Context(NamedTuple):
     @staticmethod
     def now() -> Context:
         """The state in force."""
-        return Context(torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), _autocast())
+        return _context(torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), _autocast())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -32,6 +33,9 @@ class Context(NamedTuple):
             for device, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             yield
+
+
+_context = functools.lru_cache(64)(Context)  # every node of a recording has one, and most are the same
 
 
 _DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

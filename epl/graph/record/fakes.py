@@ -58,6 +58,7 @@ class FakeModel:
         self._device = device
         self._fakes: dict[int, tuple[weakref.ref[torch.Tensor], Spec, torch.Tensor]] = {}
         self._entries: list[_Entry] | None = None
+        self._modules: list[nn.Module] | None = None
         self._before: dict[nn.Module, dict[str, Any]] = {}
         self._at_start: dict[nn.Module, dict[str, Any]] = {}
 
@@ -71,7 +72,14 @@ class FakeModel:
 
     def look_again(self) -> None:
         """Something about the model's modules or tensors has changed."""
-        self._entries = None
+        self._entries = self._modules = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules of the model, itself among them."""
+        if self._modules is None:
+            self._modules = list(self.model.modules())
+        return self._modules
 
     @contextlib.contextmanager
     def entered(self, glue: Collection[nn.Module]) -> Iterator[None]:

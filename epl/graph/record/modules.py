@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from epl import _torch
 from epl.errors import RecordingError
 from epl.graph.record.key import model_key
-from epl.graph.record.reads import Reads
+from epl.graph.record.reads import Frozen, Reads
 
 
 class Mixed(enum.Enum):
@@ -43,7 +43,7 @@ class Modules:
         self._opened: set[nn.Module] = set()
         self.reads = Reads()
         """What the code of the glue reads beside its modules' own attributes."""
-        self._key: Hashable = None
+        self._key: Frozen | None = None
 
     def taskgraph_of(self, leaf: nn.Module) -> str | None:
         """The TaskGraph of a leaf."""
@@ -63,11 +63,10 @@ class Modules:
         """What decides what the forward does with given inputs, and whether it is another one than last time."""
         if not self.paths and not self.glue:
             _refuse_lazy(self.model)
-        key = model_key(self.model, self.glue, self.reads)
-        if key == self._key:
-            return key, False
+        if self._key is not None and model_key(self.model, self.glue, self.reads) == self._key.values:
+            return self._key, False
         self._find()
-        self._key = model_key(self.model, self.glue, self.reads)
+        self._key = Frozen(model_key(self.model, self.glue, self.reads))
         return self._key, True
 
     def _find(self) -> None:

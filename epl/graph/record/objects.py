@@ -40,8 +40,9 @@ class _Known:
 class Objects:
     """The objects of one recording, by identity."""
 
-    def __init__(self, model: nn.Module, write: Callable[[Any, tuple[Any, ...]], fx.Node]) -> None:
-        self._model = model
+    def __init__(self, modules: Sequence[nn.Module], write: Callable[[Any, tuple[Any, ...]], fx.Node]) -> None:
+        """`modules`: all of the model."""
+        self._modules = modules
         self._write = write
         self._known: dict[int, _Known] = {}
         self._fillers: dict[int, tuple[torch.Tensor, fx.Node]] = {}
@@ -107,7 +108,7 @@ class Objects:
                 reader.replace_input_with(thing, filled)
 
     def _is_owned(self, thing: Any) -> bool:
-        return any(value is thing for module in self._model.modules() for value in module.__dict__.values())
+        return any(id(thing) in map(id, module.__dict__.values()) for module in self._modules)
 
 
 def dump(thing: Any) -> tuple[bytes, list[torch.Tensor]]:

@@ -83,8 +83,8 @@ class _Cell:
             return default
 
 
-class _Frozen:
-    """What was found at all places; its hash is worked out once."""
+class Frozen:
+    """A large value; its hash is worked out once."""
 
     __slots__ = ("_hash", "values")
 
@@ -95,7 +95,7 @@ class _Frozen:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Frozen) and other.values == self.values)
+        return self is other or (isinstance(other, Frozen) and other.values == self.values)
 
 
 class _Place(NamedTuple):
@@ -155,7 +155,7 @@ class Reads:
             elif isinstance(value, torch.Tensor) or _is_container(value):
                 self._deep.append((value, _freeze(value)))
         places = self._places.values()
-        self._key = _Frozen(tuple([(Same(p.owner), p.name, _freeze(v)) for p, v in zip(places, values, strict=True)]))
+        self._key = Frozen(tuple([(Same(p.owner), p.name, _freeze(v)) for p, v in zip(places, values, strict=True)]))
 
 
 def _content(container: Any) -> list[Any]:

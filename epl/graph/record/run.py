@@ -138,7 +138,7 @@ def _record(
     recorder.taskgraph_of = surroundings.taskgraph_of
 
     recorder.tell = _Progress()
-    hooked = [each for each in model.model.modules() if each is not model.model and hooks.has_hooks(each)]
+    hooked = [each for each in model.modules if each is not model.model and hooks.has_hooks(each)]
     streams = PythonStreams()
     torch.clear_autocast_cache()  # it would hand out casts of fakes that were made under another grad mode
     try:
@@ -170,6 +170,7 @@ def _record(
                 raise _DrawsUnseen(used)
             return _finish(writer, recorder, result, model, paths, context)
     finally:
+        writer.close()
         streams.restore()
         torch.clear_autocast_cache()
 

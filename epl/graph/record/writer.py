@@ -49,7 +49,7 @@ class Writer:
         self.graph = fx.Graph()
         self.held: dict[fx.Node, Held] = {}
         """Of get_attr nodes: where the model holds the tensor."""
-        self.objects = Objects(model.model, lambda target, args: self.write("call_function", target, args))
+        self.objects = Objects(model.modules, lambda target, args: self.write("call_function", target, args))
         self.last_leaf = ""
         self._model = model
         self._scope = scope
@@ -197,6 +197,11 @@ class Writer:
         node.meta["views"] = tuple(each for each in dict.fromkeys(views) if each is not node)
         if before:
             self._note_effects(node, before, {id(t): place for t, place in places})
+
+    def close(self) -> None:
+        """Let go of all tensors: a writer and its objects know each other, and would keep them until Python looks for such rings."""
+        self._bindings, self._sharing, self._constants, self._specs, self._kept = {}, {}, {}, {}, []
+        del self.objects
 
     def drop_unused(self) -> None:
         """Take out the names of changed values that nobody has used: each value that shares memory got one, also the views that
