@@ -47,7 +47,10 @@ def is_plain(value: object) -> bool:
 
 
 def children_of(value: Any) -> tuple[list[Any], Rebuild] | None:
-    """The parts of a container and how to make one like it of others; None for everything else."""
+    """The parts of a container and how to make one like it of others; None for everything else.
+
+    How to make one is kept with recordings, and must not keep the parts: tensors of a batch, fakes with all their history.
+    """
     kind = type(value)
     if kind is tuple or kind is list:
         return list(value), kind
@@ -63,7 +66,9 @@ def children_of(value: Any) -> tuple[list[Any], Rebuild] | None:
         return known
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return [getattr(value, name) for name in names], functools.partial(_dataclass_like, value, names)
+        return [getattr(value, name) for name in names], functools.partial(
+            _dataclass_like, _dataclass_like(value, names, [None] * len(names)), names
+        )
     return None
 
 
@@ -139,8 +144,9 @@ def _skeleton(tree: Any, leaves: list[Any], whole: Callable[[Any], bool]) -> Cal
         return next
     inner = None if type(tree) in _PLAIN_EXACTLY or whole(tree) else children_of(tree)
     if inner is not None:
-        fills = [_skeleton(child, leaves, whole) for child in inner[0]]
-        return lambda others: inner[1]([fill(others) for fill in fills])
+        children, rebuild = inner
+        fills = [_skeleton(child, leaves, whole) for child in children]
+        return lambda others: rebuild([fill(others) for fill in fills])
     if is_plain(tree):
         return lambda others: tree
     leaves.append(tree)
