@@ -82,7 +82,13 @@ class Leaves:
         self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, whole: Callable[[Any], bool]
     ) -> Any:
         """The result of a leaf. `original` calls a module; `whole` says what among the arguments is an object."""
+        self.memo.foresaw = False
         return self._result(module, original, args, kwargs, whole, part=False)
+
+    def foresaw(self, module: nn.Module) -> bool:
+        """Whether the result of the leaf that has just run is such that it can be wrong, and be compared at run time: not that of
+        a module that needs numbers, whose shape may depend on them."""
+        return self.memo.foresaw and self.memo.number(module) not in self._needs_numbers
 
     def run_part(
         self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, whole: Callable[[Any], bool]

@@ -75,6 +75,14 @@ def _leaf(leaf: _Leaf, tensors: Iterator[torch.Tensor], inputs: Sequence[torch.T
     return load_around_tensors(leaf.data, [next(tensors) for _ in range(leaf.tensors)])
 
 
+class _Kept(NamedTuple):
+    """What a call has returned."""
+
+    shape: _Shape
+    specs: tuple[Spec, ...]
+    foreseen: bool
+
+
 class Memo:
     """Results by call; those of other sizes are foreseen from them."""
 
@@ -84,7 +92,9 @@ class Memo:
         self._fingerprints: dict[nn.Module, int | None] = {}
         self._parts: dict[nn.Module, list[nn.Module]] = {}
         self._numbers: dict[Hashable, int] = {}
-        self._kept: dict[Call, tuple[_Shape, tuple[Spec, ...]]] = {}
+        self.foresaw = False
+        """Whether something was foreseen, or follows from what was, since this was last set: to be compared at run time."""
+        self._kept: dict[Call, _Kept] = {}
         self._rules: dict[Hashable, tuple[_Shape, Rule]] = {}
 
     def forget_modules(self) -> None:
@@ -128,11 +138,11 @@ class Memo:
         if known is None and call.kind in self._rules:
             shape, rule = self._rules[call.kind]
             specs = rule.predict(call.sizes)
-            known = None if specs is None else (shape, tuple(specs))
+            known = None if specs is None else _Kept(shape, tuple(specs), True)
         if known is None:
             return None
-        shape, found = known
-        return (shape.build(map(self._fresh, found), inputs, given),)
+        self.foresaw |= known.foreseen
+        return (known.shape.build(map(self._fresh, known.specs), inputs, given),)
 
     def keep(self, call: Call, result: Any, inputs: Sequence[torch.Tensor], given: Sequence[Any]) -> None:
         """Remember what a call has returned, unless that shares memory with other tensors, or is one of two arguments."""
@@ -158,7 +168,7 @@ class Memo:
         shape = _Shape(tuple(kinds), fill)
         if len(self._kept) >= _LIMIT:
             self._kept.clear()
-        self._kept[call] = (shape, tuple(specs))
+        self._kept[call] = _Kept(shape, tuple(specs), self.foresaw)
         # Numbers among the results, and inside objects, may follow the sizes too: then there is no rule.
         around = (freeze(result, lambda leaf: None), shape.leaves)
         _, rule = self._rules.setdefault(call.kind, (shape, Rule(tuple(map(Form.of, specs)), around)))

@@ -2,7 +2,7 @@
 
 def program(env):
     v0 = env[n0]                                       # made elsewhere
-    v3 = m3(v0)                                        # a module
+    v3 = m3(v0); as_foreseen(v3, n3)                   # a module; compared, if it was never looked at with such sizes
     t3 = tensors_of(v3); v4 = t3[1]                    # a part of its result
     v5 = env[n5] = f5(v4, c5_0, dim=1)                 # used outside these nodes: kept
     del v4
@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from epl.errors import RecordingError
 from epl.graph.context import Context
 from epl.graph.record import steps
 from epl.graph.record.fakes import Held
@@ -45,7 +46,12 @@ class Program:
         self._file = f"<epl replay {next(_serial)}>"
         self._lines: list[str] = ["def program(env):"]
         self._nodes_of_lines: dict[int, fx.Node] = {}
-        self._names: dict[str, Any] = {"tensors_of": tensors_of, "checkpoint": checkpoint, _SELF: self}
+        self._names: dict[str, Any] = {
+            "tensors_of": tensors_of,
+            "as_foreseen": as_foreseen,
+            "checkpoint": checkpoint,
+            _SELF: self,
+        }
         self._modules, self._held, self._ambient = modules, held, ambient
         self._flat: dict[fx.Node, str] = {}
         self._number = {node: i for i, node in enumerate(_with_inputs(nodes))}
@@ -108,9 +114,10 @@ class Program:
             return [f"{v} = getattr({self._constant(held.owner)}, {held.name!r})"]
         if node.op == "call_module":
             module = self._constant(self._modules[str(node.target)])
+            check = [f"as_foreseen({v}, {self._constant(node)})"] * node.meta["foreseen"]
             if node.meta["checkpoint"]:
-                return [f"{v} = checkpoint({module}, {self._arguments(node, 'use_reentrant=False')})"]
-            return [f"{v} = {module}({self._arguments(node)})"]
+                return [f"{v} = checkpoint({module}, {self._arguments(node, 'use_reentrant=False')})", *check]
+            return [f"{v} = {module}({self._arguments(node)})", *check]
         if node.target is steps.part:
             source, index = node.args
             assert isinstance(source, fx.Node)
@@ -154,6 +161,21 @@ class Program:
     def _line(self, line: str, node: fx.Node) -> None:
         self._lines.append(f"    {line}")
         self._nodes_of_lines[len(self._lines)] = node
+
+
+def as_foreseen(value: Any, node: fx.Node) -> None:
+    """Raise if what a module returned is not what follows from the sizes at which it was looked at."""
+    single = "spec" in node.meta
+    expected = [node.meta["spec"].shape] if single else [spec.shape for spec in node.meta["specs"]]
+    found = [tensor.shape for tensor in tensors_of(value)]
+    # Among several there may be those of a key-value cache, which was empty when the module was not run.
+    if found != expected and (single or len(found) == len(expected)):
+        raise RecordingError(
+            f"the module {node.target} returns {' and '.join(str(tuple(each)) for each in found) or 'no tensor'} here, and "
+            f"{' and '.join(str(tuple(each)) for each in expected)} would follow from what it returns at other sizes of its inputs: its code "
+            "does something else at this one. A module that runs as a whole is not run for every new size before it is needed; code "
+            "between modules is. Annotate the module's parts instead of the module, or keep such sizes away from it (pad the batch)"
+        )
 
 
 def _is_fed(node: fx.Node) -> bool:

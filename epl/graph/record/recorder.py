@@ -229,6 +229,7 @@ class Recorder(TorchFunctionMode):
             self.inside = module
             result = self._leaves.run(module, original, args, kwargs, self.writer.objects.is_known)
             self.inside = None
+            node.meta["foreseen"] = self._leaves.foresaw(module)
             result = self._own(result, inputs, versions)
         self.writer.last_leaf = path
         if any(len(each) != size for each, size in given):
