@@ -246,3 +246,34 @@ def test_changing_lengths_are_foreseen():
                 (b.op, b.target, b.meta.get("spec")) for _, b in pairs
             ]
     check(model, tokens(4, 13), labels=tokens(4, 13), recordings=recordings)
+
+
+def test_changing_lengths_of_an_encoder_and_decoder_are_foreseen():
+    """T5 hands a position bias from layer to layer, and shifts its labels in place."""
+    config = hf.T5Config(
+        vocab_size=50,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
+    model = hf.T5ForConditionalGeneration(config)
+    stages = {"first": ["encoder"], "second": ["decoder.block.0", "decoder.block.1"]}
+    recordings, runs = recordings_of(model, stages), []
+    forward = type(model.decoder.block[0]).forward
+
+    def counted(self, hidden, *args, **kwargs):
+        runs.append(hidden.shape[1])
+        return forward(self, hidden, *args, **kwargs)
+
+    lengths = [5, 30, 12, 7, 20, 25, 9, 16, 28, 6, 22, 11, 31, 18, 27, 14]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.decoder.block[0]), "forward", counted)
+        for length in lengths:
+            recordings.of((tokens(4, length),), {"labels": tokens(4, length)}, 2)
+    assert set(runs) == {5, 30, 12, 62}  # and where 31 is beyond the others, twice as far
+    for length in (7, 31):
+        check(model, tokens(4, length), labels=tokens(4, length), recordings=recordings)
