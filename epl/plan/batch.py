@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from epl.errors import DataError
 
@@ -32,6 +33,23 @@ class Rows:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+
+class Flat(NamedTuple):
+    """A dim of a tensor in which rows are merged with what comes after them (tokens): all elements of row 0, then those of row 1, …"""
+
+    dim: int
+    inner: int
+    """Elements of each row."""
+
+
+RowDim = int | Flat
+"""How a tensor carries the batch: a dim of which every element is a row, or one in which a row has several elements."""
+
+
+def flat(dim: RowDim) -> Flat:
+    """With one element for each row where the dim is the batch itself."""
+    return Flat(dim, 1) if isinstance(dim, int) else dim
 
 
 def cut_evenly(start: int, stop: int, pieces: int) -> list[tuple[int, int]]:

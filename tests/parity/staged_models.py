@@ -109,6 +109,24 @@ class TiedLanguageModel(nn.Module):
         return self.head(x)
 
 
+class FlatLanguageModel(nn.Module):
+    """Rows and positions are one dim from the second piece on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.first = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, TOKENS)
+
+    def pieces(self) -> list[nn.Module]:
+        return [self.words, self.first, self.second, self.head]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens).flatten(0, 1)
+        y = torch.tanh(self.first(x))
+        h = self.second(y) + x
+        return self.head(h)
+
+
 class TwoTower(nn.Module):
     """Two branches that meet only in the loss; a dict of outputs."""
 
@@ -174,6 +192,10 @@ def _language(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor
     return F.cross_entropy(logits.flatten(0, 1), batch[2].flatten())
 
 
+def _flat_language(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[2].flatten())
+
+
 def _classes(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -190,6 +212,7 @@ STAGED = {
     "skip_cnn": Task(SkipCnn, _images, _classes),
     "encoder_decoder": Task(EncoderDecoder, _tokens, _language),
     "tied_lm": Task(TiedLanguageModel, _tokens, _language),
+    "flat_lm": Task(FlatLanguageModel, _tokens, _flat_language),
     "two_tower": Task(TwoTower, _pairs, _matching),
     "two_tower_contrastive": Task(TwoTower, _pairs, _contrastive),
 }

@@ -59,6 +59,7 @@ WIDE = [
     StagedCase("skip_cnn", 2, widths=(1, 2), micro_batches=4, replicas=2),
     StagedCase("encoder_decoder", 3, widths=(2, 2, 1), schedule="PreferForward", micro_batches=1),
     StagedCase("two_tower_contrastive", 2, widths=(1, 3), micro_batches=2),
+    StagedCase("flat_lm", 3, widths=(1, 2, 1), micro_batches=3),
 ]
 
 

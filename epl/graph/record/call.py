@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
@@ -12,10 +13,12 @@ from torch import fx
 from epl.errors import RecordingError
 from epl.graph.record.constants import Home
 from epl.graph.record.describe import describe
+from epl.graph.record.flat import keeps_rows_together
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.parts import parts_of
 from epl.graph.record.recording import Recording
 from epl.graph.spec import Spec
+from epl.plan.batch import Flat, RowDim, flat
 
 __all__ = ["RecordedCall", "describe"]
 
@@ -50,7 +53,8 @@ class RecordedCall:
         self._others = {n: recording for n, recording in self.by_size.items() if n != rows}
         self._probe: Callable[[], tuple[int, Recording] | None] | None = None if self._others else probe
         self._dependent = self._depending()
-        self._dims: dict[fx.Node, int | None] = {}
+        self._dims: dict[fx.Node, RowDim | None] = {}
+        self._in_order: dict[fx.Node, bool] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RecordedCall) and other.by_size is self.by_size
@@ -77,14 +81,28 @@ class RecordedCall:
         """Whether a node's value follows from inputs that are cut."""
         return node in self._dependent
 
-    def batch_dim(self, node: fx.Node) -> int | None:
-        """The dim along which a node's value carries the batch; None if its shape does not depend on the batch.
+    def batch_dim(self, node: fx.Node) -> RowDim | None:
+        """How a node's value carries the batch; None if its shape does not depend on the batch.
 
-        RecordingError if its shape does, and no single dim is the batch.
+        RecordingError if its shape does, and no single dim has the rows, or not one after the other.
         """
         if node not in self._dims:
             self._dims[node] = self._batch_dim(node)
-        return self._dims[node]
+        found = self._dims[node]
+        if isinstance(found, Flat) and not self._is_in_order(node):
+            raise RecordingError(
+                f"{describe(node)} of shape {tuple(self.spec(node).shape)} has {found.inner} elements for each of the {self.rows} rows in one dim, and "
+                "whether they lie there row by row is not known, so its micro batches cannot be joined. Where rows are merged with what comes "
+                "after them (h.flatten(0, 1), h.view(-1, d)), do so in the model's forward between its modules, from a tensor that has the batch "
+                "as its first dim; or keep the batch as a dim of its own in what goes from one TaskGraph to another and into the loss"
+            )
+        return found
+
+    def is_flat(self, node: fx.Node) -> bool:
+        """Whether one dim of a node's value has several elements for each row, in whatever order."""
+        with contextlib.suppress(RecordingError):
+            return isinstance(self._batch_dim(node), Flat)
+        return False
 
     def another_size(self) -> tuple[int, Recording] | None:
         """The same forward at another number of rows, to compare with; None if it fails for any other."""
@@ -122,27 +140,43 @@ class RecordedCall:
                 found.add(node)
         return found
 
-    def _batch_dim(self, node: fx.Node) -> int | None:
+    def _batch_dim(self, node: fx.Node) -> RowDim | None:
         whole = self.spec(node).shape
         if self.another_size() is None and self.depends_on_batch(node):
             raise RecordingError(
                 f"{describe(node)} depends on the batch of {self.rows} rows, and whether it carries it cannot be told: the "
                 "forward fails for any other number of rows"
             )
-        dims: set[int] = set()
+        dims: set[Flat] = set()
         for rows, recording in self._others.items():
             other = recording.nodes[self._place[node]].meta["spec"].shape
             changed = [d for d in range(len(whole)) if whole[d] != other[d]] if len(whole) == len(other) else []
-            fits = [d for d in changed if whole[d] == self.rows and other[d] == rows]
+            fits = [d for d in changed if whole[d] % self.rows == 0 and other[d] == whole[d] // self.rows * rows]
             if whole != other and (len(changed) != 1 or fits != changed):
                 raise RecordingError(
                     f"{describe(node)} has the shape {tuple(whole)} for {self.rows} rows and {tuple(other)} for {rows}: no dim "
                     "of it is the batch, so its micro batches cannot be joined. Keep the batch as a dim of its own in what "
                     "goes from one TaskGraph to another and into the loss"
                 )
-            dims.update(changed)
+            dims.update(Flat(d, whole[d] // self.rows) for d in changed)
         if len(dims) > 1:
             raise RecordingError(
                 f"{describe(node)} of shape {tuple(whole)} carries the batch in another dim at another size"
             )
-        return next(iter(dims), None)
+        found = next(iter(dims), None)
+        return found.dim if found is not None and found.inner == 1 else found
+
+    def _is_in_order(self, node: fx.Node) -> bool:
+        """Whether a value with several elements for each row in one dim has them row by row."""
+        if node not in self._in_order:
+            here = self._batch_dim(node)
+            assert isinstance(here, Flat)
+            self._in_order[node] = keeps_rows_together(node, here, self._rows_of)
+        return self._in_order[node]
+
+    def _rows_of(self, node: fx.Node) -> Flat | None:
+        try:
+            dim = self.batch_dim(node)
+        except RecordingError:
+            return None
+        return None if dim is None else flat(dim)

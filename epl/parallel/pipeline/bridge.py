@@ -23,6 +23,7 @@ from epl.parallel.pipeline.mailbox import Mailbox
 from epl.parallel.pipeline.parcel import Form, TensorForm, enter_stage
 from epl.parallel.pipeline.route import Layout, Route, Share, route
 from epl.parallel.pipeline.transport import Direction, Edge, Transport
+from epl.plan.batch import flat
 
 Pieces = list[tuple[Share, torch.Tensor]]
 
@@ -208,10 +209,13 @@ class Bridge:
         assert len(value) == len(layouts), f"{len(value)} tensors on edge {edge}, {len(layouts)} layouts"
         rows = self._lanes.rows(edge[0], self._rows[micro_batch])
         for number, (tensor, layout) in enumerate(zip(value, layouts, strict=True)):
-            if isinstance(layout, int) and not rows.padding and tensor.shape[layout] != len(rows):
+            if isinstance(layout, str) or rows.padding:
+                continue
+            dim, inner = flat(layout)
+            if tensor.shape[dim] != len(rows) * inner:
                 raise UsageError(
                     f"tensor {number} that stage {edge[0]} sends to stage {edge[1]} must have the {len(rows)} rows of its lane in dim "
-                    f"{layout}; found shape {tuple(tensor.shape)}"
+                    f"{dim}{f', {inner} elements each' * (inner > 1)}; found shape {tuple(tensor.shape)}"
                 )
         return list(value)
 

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from epl.plan.batch import Rows, share_rows
+from epl.plan.batch import RowDim, Rows, flat, share_rows
 
-Layout = int | Literal["same", "average"]
-"""How a tensor carries the batch: its batch dim; "same", it does not and is alike on all lanes; or "average", it depends on the
+Layout = RowDim | Literal["same", "average"]
+"""How a tensor carries the batch: the dim with its rows; "same", it does not and is alike on all lanes; or "average", it depends on the
 batch without a batch dim (an auxiliary loss), and the average over the lanes, weighted by their rows, is meant."""
 
 
@@ -94,14 +94,15 @@ def _shares(m: int, u: int, made: _Side, used: _Side, layouts: tuple[Layout, ...
         elif equal:
             if m == u:
                 yield Share(tensor)
-        elif not isinstance(layout, int):
+        elif isinstance(layout, str):
             if made.copied or m == _source(made.rows, used.rows[u]):
                 yield Share(tensor, counts=counts, sends=sends)
         elif _overlap(made.rows[m], used.rows[u]) and not (made.rows[m].padding and used.rows[u].padding):
             start, stop = max(made.rows[m].start, used.rows[u].start), min(made.rows[m].stop, used.rows[u].stop)
-            length = 0 if made.rows[m].padding else stop - start
-            first, at = start - made.rows[m].start, start - used.rows[u].start
-            yield Share(tensor, 1.0, layout, first, length, at, counts and not used.rows[u].padding, sends)
+            dim, inner = flat(layout)
+            length = 0 if made.rows[m].padding else (stop - start) * inner
+            first, at = (start - made.rows[m].start) * inner, (start - used.rows[u].start) * inner
+            yield Share(tensor, 1.0, dim, first, length, at, counts and not used.rows[u].padding, sends)
 
 
 def _source(made: list[Rows], used: Rows) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from epl import _torch
 from epl.errors import UsageError
 from epl.graph.context import Context
-from epl.plan.batch import cut_evenly
+from epl.plan.batch import cut_evenly, flat
 from epl.report.log import warn
 from epl.train.collected import collecting
 from epl.train.cut.layout import CallLayout, Values
@@ -153,8 +153,8 @@ class ModelCall:
     def join(self, number: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A frontier value of the whole batch from those of the micro batches."""
         kind = self.kinds[number]
-        if isinstance(kind, int):
-            return torch.cat(list(parts), kind) if len(parts) > 1 else parts[0]
+        if not isinstance(kind, str):
+            return torch.cat(list(parts), flat(kind).dim) if len(parts) > 1 else parts[0]
         if kind == "constant" or len(parts) == 1:
             return parts[0]
         weighted = [part * (size / self.rows) for part, size in zip(parts, self.sizes, strict=True)]
@@ -169,8 +169,9 @@ class ModelCall:
         for kind, gradient in zip(self.kinds, gradients, strict=True):
             if gradient is None or (kind == "constant" and micro_batch > 0):
                 found.append(None)
-            elif isinstance(kind, int):
-                found.append(gradient.narrow(kind, start, stop - start))
+            elif not isinstance(kind, str):
+                dim, inner = flat(kind)
+                found.append(gradient.narrow(dim, start * inner, (stop - start) * inner))
             else:
                 found.append(gradient if kind == "constant" else gradient * ((stop - start) / self.rows))
         return found

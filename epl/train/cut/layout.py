@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,15 @@ class CallLayout:
     The values of the frontier go to `home_stage`: the last stage of the model, or one of its own after it.
     """
 
-    def __init__(self, recorded: RecordedCall, cut: StageCut, own_stages: Iterable[int], home_stage: int) -> None:
+    def __init__(
+        self,
+        recorded: RecordedCall,
+        cut: StageCut,
+        own_stages: Iterable[int],
+        home_stage: int,
+        is_direct: Callable[[Edge], bool] = lambda edge: True,
+    ) -> None:
+        """`is_direct`: whether values pass along an edge as they are, without rows being cut or joined."""
         self.recorded = recorded
         self._nodes = {size: list(recording.graph.nodes) for size, recording in recorded.by_size.items()}
         whole = self._nodes[recorded.rows]
@@ -34,7 +42,7 @@ class CallLayout:
         self.kinds: tuple[Kind, ...] = tuple(self.kind_of(index) for index in self.frontier)
         self.edges = dict(cut.edges) if home_stage < cut.num_stages else self._edges_to_home(cut, home_stage)
         self.layouts: Mapping[Edge, tuple[Layout, ...]] = {
-            edge: tuple(_layout(self.kind_of(index)) for index in nodes) for edge, nodes in self.edges.items()
+            edge: tuple(self._layout(index, is_direct(edge)) for index in nodes) for edge, nodes in self.edges.items()
         }
         body = {place[node] for node in recorded.body}
         self._programs = {
@@ -52,6 +60,14 @@ class CallLayout:
         if dim is not None:
             return dim
         return "coupled" if self.recorded.depends_on_batch(node) else "constant"
+
+    def _layout(self, index: int, direct: bool) -> Layout:
+        if direct and self.recorded.is_flat(self._nodes[self.recorded.rows][index]):
+            return "same"  # it is neither cut nor joined: in which order the rows lie in it does not matter
+        kind = self.kind_of(index)
+        if isinstance(kind, str):
+            return "average" if kind == "coupled" else "same"
+        return kind
 
     @cached_property
     def signature(self) -> str:
@@ -105,12 +121,6 @@ class CallLayout:
             env[nodes[index]] = value
         self._programs[stage, size](env)
         return Values(nodes, env)
-
-
-def _layout(kind: Kind) -> Layout:
-    if isinstance(kind, int):
-        return kind
-    return "average" if kind == "coupled" else "same"
 
 
 class Values:

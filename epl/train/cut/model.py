@@ -211,7 +211,13 @@ class CutModel:
             assert self.carrier is not None
             place = self.carrier.place
             self._refuse_split_parameters_in(recorded.tail)
-            layout = CallLayout(recorded, self._placer.cut(recorded), place.stages, place.home_stage)
+            layout = CallLayout(
+                recorded,
+                self._placer.cut(recorded),
+                place.stages,
+                place.home_stage,
+                lambda edge: place.lanes.is_direct(edge, ()),
+            )
             if len(recorded.sizes) > 1 or max(self._placer.widths) > 1:
                 for node in layout.averaged():
                     notice(

@@ -24,10 +24,11 @@ from torch import nn
 
 from epl.graph.context import Context
 from epl.graph.spec import Spec
+from epl.plan.batch import RowDim
 from epl.train.lazy.node import Node
 
-Kind = int | Literal["coupled", "constant"]
-"""Of a frontier value: its batch dim; or without one, but made from the batch (averaged by rows); or the same for any batch."""
+Kind = RowDim | Literal["coupled", "constant"]
+"""Of a frontier value: the dim with its rows; or without one, but made from the batch (averaged by rows); or the same for any batch."""
 
 State = Literal["new", "forward", "done"]
 """Of a call: nothing has run; all forwards have run and their graphs are kept; it has run, and no graph is left."""

@@ -14,7 +14,7 @@ from epl.train.lazy.node import Node, output_of, reached_by_gradient
 from epl.train.lazy.program import Recorded, Structure
 from epl.train.lazy.terms import Terms
 from epl.train.separate.program import VALUES, Given, Output, Ref
-from epl.train.separate.state import CONST, SUM, Cut, Once, Over, Per, Rows, State
+from epl.train.separate.state import CONST, Cut, Once, Over, Per, Rows, State, state_of
 
 _MARKS = (Cut, Once, Per, *VALUES, torch.Tensor)
 
@@ -165,8 +165,7 @@ class LossOverSchedule:
     def _state(self, node: Node) -> State:
         if node in self._index:
             return self._pieces[self._index[node]].state
-        kind = _output(node).kind
-        return Rows(kind, _output(node).sizes) if isinstance(kind, int) else SUM if kind == "coupled" else CONST
+        return state_of(_output(node).kind, _output(node).sizes)
 
     # ---- once for each structure -----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from epl.graph.spec import Spec
 from epl.train.separate.program import VALUES, Entry, Given, Output, Program, Ref
 from epl.train.separate.rules import RULES
-from epl.train.separate.state import CONST, SUM, Cut, Order, Piece, Rows, State
+from epl.train.separate.state import CONST, Cut, Order, Piece, Rows, State, state_of
 
 
 class Verdict(NamedTuple):
@@ -112,9 +112,7 @@ class Analysis:
             output = entry.func
             if len(output.sizes) != self.slots:
                 return None
-            if isinstance(output.kind, int):
-                return Piece(Rows(output.kind, output.sizes), None, (), {})
-            return Piece(SUM if output.kind == "coupled" else CONST, None, (), {})
+            return Piece(state_of(output.kind, output.sizes), None, (), {})
         if all(self.state(ref) is CONST for ref in entry.refs):
             return Piece(CONST, entry.func, entry.args, entry.kwargs)
         found = RULES.get(entry.func)

@@ -10,6 +10,7 @@ import torch
 
 from epl.graph.context import Context
 from epl.graph.spec import Spec, leaves_of
+from epl.plan.batch import RowDim
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Output:
     """In the place of a function: a frontier value of a model call."""
 
     call: int
-    kind: int | Literal["coupled", "constant"]
+    kind: RowDim | Literal["coupled", "constant"]
     sizes: tuple[int, ...]
 
 

@@ -10,10 +10,12 @@ None             not known: the whole batch is needed
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
+
+from epl.plan.batch import RowDim, flat
 
 
 class Whole(enum.Enum):
@@ -69,6 +71,14 @@ class Rows(NamedTuple):
 
 
 State = Rows | Whole
+
+
+def state_of(kind: RowDim | Literal["coupled", "constant"], sizes: Sequence[int]) -> State:
+    """Of an output of the model, whose micro batches have so many rows."""
+    if isinstance(kind, str):
+        return SUM if kind == "coupled" else CONST
+    dim, inner = flat(kind)
+    return Rows(dim, tuple(n * inner for n in sizes))
 
 
 class Cut(NamedTuple):

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from epl.errors import RecordingError
 from epl.graph.record import Recordings
 from epl.graph.record.steps import changed
+from epl.plan.batch import Flat
 from tests.graph.record.replaying import check, children_apart, in_parts, recordings_of
 
 WIDTH = 6
@@ -647,7 +648,7 @@ class Folding(Two):
         return self.second(y.reshape(-1, WIDTH)), y
 
 
-def test_a_value_without_a_batch_dim_says_so_when_asked():
+def test_what_carries_the_batch_says_so_when_asked():
     call = recordings_of(Folding()).of((rows(4),), {}, 2)
     dims = {}
     for node in call.frontier:
@@ -656,7 +657,56 @@ def test_a_value_without_a_batch_dim_says_so_when_asked():
         except RecordingError as error:
             dims[node.name] = str(error)
     assert dims["second"] == 0
-    assert "(12, 2) for 4 rows and (6, 2) for 2" in dims["reshape"]
+    assert dims["reshape"] == Flat(0, 3)
+
+
+class Merging(nn.Module):
+    """Rows and positions in one dim, by `merge`."""
+
+    def __init__(self, merge) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.merge = merge
+
+    def forward(self, x):
+        return self.second(self.merge(self.first(x)))
+
+
+IN_ORDER = {
+    "flatten": lambda h: h.flatten(0, 1),
+    "view": lambda h: h.view(-1, WIDTH),
+    "reshape": lambda h: h.reshape(h.shape[0] * h.shape[1], WIDTH),
+    "then element by element": lambda h: torch.relu(h.flatten(0, 1)) * torch.ones(WIDTH) + h.view(-1, WIDTH),
+    "then normalised": lambda h: F.layer_norm(h.flatten(0, 1), (WIDTH,)).softmax(-1),
+    "windows": lambda h: h.view(-1, 3, 2, 3).permute(0, 2, 1, 3).reshape(-1, WIDTH),
+    "every row again": lambda h: h.mean(1).repeat_interleave(3, dim=0),
+    "a part of it": lambda h: torch.cat([h, h], -1).flatten(0, 1).chunk(2, -1)[1],
+    "there and back and there": lambda h: h.flatten(0, 1).view(h.shape).flatten(0, 1),
+    "moved and moved back": lambda h: h.flatten(0, 1).t().t(),
+}
+OUT_OF_ORDER = {
+    "positions first": lambda h: h.transpose(0, 1).flatten(0, 1),
+    "positions first, later": lambda h: torch.relu(h.transpose(0, 1).flatten(0, 1)) + 1,
+    "the batch again": lambda h: h.mean(1).repeat(3, 1),
+    "joined": lambda h: torch.cat([h.mean(1), h.sum(1), h.std(1)]),
+    "joined flat": lambda h: torch.cat([h.flatten(0, 1), h.flatten(0, 1)]),
+    "turned round": lambda h: h.flatten(0, 1).flip(0),
+}
+
+
+@pytest.mark.parametrize("how", IN_ORDER)
+def test_rows_merged_with_what_comes_after_them_are_known(how):
+    call = recordings_of(Merging(IN_ORDER[how])).of((rows(5, 3, WIDTH),), {}, 2)
+    assert call.batch_dim(call.frontier[0]) == Flat(0, 3)
+
+
+@pytest.mark.parametrize("how", OUT_OF_ORDER)
+def test_rows_that_do_not_lie_one_after_the_other_are_not_joined(how):
+    """As long as what is in order: sizes do not tell them apart."""
+    call = recordings_of(Merging(OUT_OF_ORDER[how])).of((rows(5, 3, WIDTH),), {}, 2)
+    assert call.is_flat(call.frontier[0])
+    with pytest.raises(RecordingError, match="whether they lie there row by row is not known"):
+        call.batch_dim(call.frontier[0])
 
 
 class BySize(Two):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from epl.parallel.pipeline.route import route
-from epl.plan.batch import share_rows
+from epl.plan.batch import Flat, share_rows
 
 WIDTHS = list(itertools.product(range(1, 6), range(1, 6)))
 
@@ -62,3 +63,16 @@ def test_of_the_drawing():
         (1, 1): (0, 1, 1),
         (1, 2): (1, 1, 0),
     }
+
+
+@pytest.mark.parametrize(("makers", "users"), WIDTHS)
+def test_rows_of_several_elements_go_the_same_ways(makers, users):
+    for rows in (1, 3, 8):
+        ways, each = route(rows, makers, users, (0,)), route(rows, makers, users, (Flat(1, 3),))
+        assert ways.keys() == each.keys()
+        for pair, (one,) in ways.items():
+            (other,) = each[pair]
+            assert (other.start, other.length, other.at) == (3 * one.start, 3 * one.length, 3 * one.at)
+            assert other == replace(
+                one, dim=None if one.dim is None else 1, start=other.start, length=other.length, at=other.at
+            )
