@@ -6,6 +6,8 @@ what was recorded; where it would take a branch that nobody took before, the for
 
     rand([]) → #0      #0 < 0.1 → #1      bool(#1)?  ─ False ─ rand([]) → #2   #2 < 0.1 → #3   bool(#3)?  ─ False ─ recording A
                                                     └ True ── …                                         └ True ── recording B
+
+What a forward reads of the numbers in its inputs is a guard of the same tree (`peek`).
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 
 from epl import _torch
+from epl.graph.record.peek import Peek, peek
+from epl.graph.record.where import user_line
 from epl.graph.spec import swap
 
 _SOURCES = frozenset({torch.rand, torch.randn, torch.randint})
+_MOST = 64
+"""Recordings of one signature that are kept."""
 
 
 class Ref(NamedTuple):
@@ -36,8 +42,10 @@ class Step(NamedTuple):
     kwargs: dict[str, Any]
     outcome: Hashable = None
 
-    def run(self, values: Sequence[Any], generator: torch.Generator) -> Any:
+    def run(self, values: Sequence[Any], generator: torch.Generator, inputs: Sequence[torch.Tensor]) -> Any:
         """Its value, given those of the steps before."""
+        if isinstance(self.function, Peek):
+            return self.function(inputs)
         args, kwargs = swap((self.args, self.kwargs), Ref, lambda ref: values[ref.number])
         if self.kind == "draw":
             # On the CPU wherever the forward wants it: generators of different devices give different numbers.
@@ -50,13 +58,22 @@ class Step(NamedTuple):
 class Draws:
     """The draws of one recording in the making, and everything that follows from them alone."""
 
-    def __init__(self, seed: int, pattern: Sequence[bool] | None = None) -> None:
-        """`pattern` of another size's recording says which of the random calls are draws: a tensor with one number per
-        sample looks like a draw when there is one sample."""
+    def __init__(
+        self,
+        seed: int,
+        inputs: Sequence[torch.Tensor] = (),
+        pattern: Sequence[bool] | None = None,
+        answers: Sequence[tuple[str, Any]] | None = None,
+    ) -> None:
+        """`inputs`: those of the call, the whole batch. `pattern` of another size's recording says which of the random calls are draws:
+        a tensor with one number per sample looks like a draw when there is one sample. `answers` of that recording: what the forward
+        reads of its inputs, with the lines; a micro batch goes the way of the whole one."""
         self.steps: list[Step] = []
         self.pattern: list[bool] = []
         """For each call that could be a draw, whether it is one."""
-        self._given = pattern
+        self.answers: list[tuple[str, Any]] = []
+        """What was read of the inputs, each with the line."""
+        self._given, self._inputs, self._answers = pattern, inputs, answers
         self._generator = torch.Generator().manual_seed(seed)
         self._values: list[Any] = []
         self._known: dict[int, tuple[torch.Tensor, Ref]] = {}
@@ -68,7 +85,11 @@ class Draws:
 
     def afresh(self) -> Draws:
         """The same, before anything was drawn."""
-        return Draws(self._generator.initial_seed(), self._given)
+        return Draws(self._generator.initial_seed(), self._inputs, self._given, self._answers)
+
+    def at_another_size(self) -> Draws:
+        """For a recording of the same call with other shapes."""
+        return Draws(self._generator.initial_seed(), self._inputs, self.pattern, self.answers)
 
     def is_source(self, function: Any) -> bool:
         """Whether a function may draw a single number."""
@@ -101,10 +122,27 @@ class Draws:
         """The number or truth value that the forward reads from known values; it becomes a condition of the recording."""
         step = Step("guard", function, self._refer(args), self._refer(kwargs))
         with _torch.without_fake_mode():
-            outcome = step.run(self._values, self._generator)
+            outcome = step.run(self._values, self._generator, self._inputs)
         self.steps.append(step._replace(outcome=outcome if isinstance(outcome, Hashable) else repr(outcome)))
         self._values.append(outcome)
         return outcome
+
+    def ask(self, function: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+        """What the forward reads of its inputs, in a tuple; it becomes a condition of the recording. `args` and `kwargs` have nodes in the
+        place of tensors. None if that does not follow from the inputs alone."""
+        question = peek(function, args, kwargs, self._inputs)
+        if question is None:
+            return None
+        line = f"{getattr(function, '__name__', function)} {user_line()}"
+        if self._answers is None:
+            answer = self.guard(question, (), {})
+        else:
+            known = self._answers[len(self.answers) : len(self.answers) + 1]
+            if not known or known[0][0] != line:
+                return None  # it does other things at this size
+            answer = known[0][1]
+        self.answers.append((line, answer))
+        return (answer,)
 
     def forget(self, tensors: Sequence[torch.Tensor]) -> None:
         """These have been changed: they are known no longer."""
@@ -116,7 +154,7 @@ class Draws:
 
     def _do(self, step: Step, fake: torch.Tensor) -> None:
         with _torch.without_fake_mode():
-            value = step.run(self._values, self._generator)
+            value = step.run(self._values, self._generator, self._inputs)
         self._known[id(fake)] = (fake, Ref(len(self.steps)))
         self.steps.append(step)
         self._values.append(value)
@@ -137,9 +175,10 @@ class DrawTree(Generic[T]):
 
     def __init__(self) -> None:
         self._root: _Branch[T] = _Branch()
+        self._size = 0
 
-    def find(self, seed: int) -> tuple[T, tuple[torch.Tensor, ...]] | None:
-        """What was recorded for the branches that this seed's draws lead to, with the draws; None if nothing was."""
+    def find(self, seed: int, inputs: Sequence[torch.Tensor]) -> tuple[T, tuple[torch.Tensor, ...]] | None:
+        """What was recorded for the branches that this seed's draws and these inputs lead to, with the draws; None if nothing was."""
         generator, branch = torch.Generator().manual_seed(seed), self._root
         values: list[Any] = []
         draws: list[torch.Tensor] = []
@@ -147,7 +186,7 @@ class DrawTree(Generic[T]):
             if not branch.steps:
                 return None
             for step in branch.steps:
-                values.append(step.run(values, generator))
+                values.append(step.run(values, generator, inputs))
                 if step.kind == "draw":
                     draws.append(values[-1])
             outcome = values[-1] if isinstance(values[-1], Hashable) else repr(values[-1])
@@ -156,13 +195,16 @@ class DrawTree(Generic[T]):
                 return None
             branch = following
         for step in branch.steps:
-            values.append(step.run(values, generator))
+            values.append(step.run(values, generator, inputs))
             if step.kind == "draw":
                 draws.append(values[-1])
         return branch.end, tuple(draws)
 
     def add(self, steps: Sequence[Step], end: T) -> None:
         """Put what was recorded with these draws and guards into the tree."""
+        if self._size >= _MOST:  # a number that is another one in every call
+            self._root, self._size = _Branch(), 0
+        self._size += 1
         branch, fresh = self._root, not self._root.steps
         for step in steps:
             if fresh:

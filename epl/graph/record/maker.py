@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,22 +39,24 @@ class Maker:
     def make(
         self,
         inputs: Inputs,
+        tensors: Sequence[torch.Tensor],
         trust: Hashable,
         seed: int,
         micro_batches: int,
         widths: Collection[int],
         known: Sequence[bool | None],
     ) -> tuple[RecordedCall, Draws]:
-        """The call with these inputs in micro batches, and what it drew. `trust`: its signature without sizes. `known`: of each
+        """The call with these inputs in micro batches, and what it drew and read. `tensors`: its real inputs, where their numbers may be
+        read. `trust`: its signature without sizes. `known`: of each
         tensor whether earlier calls have shown that it carries the batch (epl.graph.record.roles)."""
-        making = _Making(self, inputs, trust, seed, known)
+        making = _Making(self, inputs, tensors, trust, seed, known)
         ahead = making.look_ahead()
         call = making.call(micro_batches, widths)
         for module in _losses(call):
             # A module without parameters that makes one number of a batch is a loss: it belongs to the tail.
             self.modules.look_into(module)
             try:
-                making = _Making(self, inputs, trust, seed, known)
+                making = _Making(self, inputs, tensors, trust, seed, known)
                 call = making.call(micro_batches, widths)
             except RecordingError:
                 self.modules.leave_whole(module)
@@ -65,9 +67,17 @@ class Maker:
 
 
 class _Making:
-    def __init__(self, maker: Maker, inputs: Inputs, trust: Hashable, seed: int, known: Sequence[bool | None]) -> None:
-        self._maker, self._inputs, self._trust, self._seed, self._known = maker, inputs, trust, seed, known
-        self.draws = Draws(seed)
+    def __init__(
+        self,
+        maker: Maker,
+        inputs: Inputs,
+        tensors: Sequence[torch.Tensor],
+        trust: Hashable,
+        seed: int,
+        known: Sequence[bool | None],
+    ) -> None:
+        self._maker, self._inputs, self._trust, self._known = maker, inputs, trust, known
+        self.draws = Draws(seed, tensors)
 
     def call(self, micro_batches: int, widths: Collection[int]) -> RecordedCall:
         inputs = self._inputs
@@ -110,7 +120,7 @@ class _Making:
             leaves.trusted = leaves.verifying = True
             again: Recording | None = None
             with contextlib.suppress(Exception):
-                again = self._record(shapes, Draws(self._seed, self.draws.pattern))
+                again = self._record(shapes, self.draws.at_another_size())
             leaves.verifying = False
             leaves.trusted = again is not None and _difference(recording, again, specs=True) is None
         if leaves.trusted:
@@ -123,7 +133,7 @@ class _Making:
 
     def _at(self, rows: int, is_cut: Sequence[bool], whole: Recording) -> Recording:
         """The forward at another size; RecordingError if it does other things there."""
-        recording = self._record(self._inputs.shapes(is_cut, rows), Draws(self._seed, self.draws.pattern))
+        recording = self._record(self._inputs.shapes(is_cut, rows), self.draws.at_another_size())
         difference = _difference(whole, recording)
         if difference is not None:
             raise RecordingError(
@@ -140,7 +150,7 @@ class _Making:
         if leaves.need_numbers or surroundings.scopes.opened or (leaves.saw_objects and not leaves.trusted):
             return None  # it would be dear, leave TaskGraphs behind, or be of no use
         sizes = self._maker.outlook.beyond(self._trust, tuple(n for spec in self._inputs.specs for n in spec.shape))
-        if sizes is None or not self._run_ahead([self._shapes(sizes)]):
+        if sizes is None or not self._run_ahead([self._shapes(sizes)], self.draws.afresh):
             return None
         return sizes
 
@@ -155,20 +165,20 @@ class _Making:
             for rows in call.by_size
             if rows != call.rows
         ]
-        if self._run_ahead(others):
+        if self._run_ahead(others, self.draws.at_another_size):
             self._maker.outlook.seen(self._trust, sizes)
 
     def _shapes(self, sizes: Sizes) -> list[torch.Size]:
         rest = iter(sizes)
         return [torch.Size([next(rest) for _ in spec.shape]) for spec in self._inputs.specs]
 
-    def _run_ahead(self, several: Sequence[Sequence[torch.Size]]) -> bool:
+    def _run_ahead(self, several: Sequence[Sequence[torch.Size]], draws: Callable[[], Draws]) -> bool:
         """Whether the forward works there; that it is too long for the model is nothing to tell the user."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for shapes in several:
-                    self._record(shapes, Draws(self._seed, self.draws.pattern or None))
+                    self._record(shapes, draws())
         except (Exception, NotALeaf):
             self._maker.outlook.failed(self._trust)
             return False

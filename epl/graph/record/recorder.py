@@ -25,6 +25,7 @@ from epl.graph.record.chance import is_random
 from epl.graph.record.draws import Draws
 from epl.graph.record.foresight import Foreseen, Foresight
 from epl.graph.record.leaf import Leaves, Stamp
+from epl.graph.record.peek import ANSWERS
 from epl.graph.record.tree import children_of, leaves_of, skeleton, tensors_of
 from epl.graph.record.where import inside_checkpoint, user_line
 from epl.graph.record.writer import Writer
@@ -186,10 +187,16 @@ class Recorder(TorchFunctionMode):
         needs_data = isinstance(error, _torch.NEEDS_DATA)
         if self.draws.knows(inputs) and (needs_data or name in _READS):
             return self.draws.guard(func, args, kwargs)
+        if name in ANSWERS and not isinstance(error, RecordingError):
+            with self._not_listening():
+                answer = self.draws.ask(func, self.writer.argument(args), self.writer.argument(kwargs))
+            if answer is not None:
+                return answer[0]
         if name in _READS and (needs_data or not isinstance(error, RecordingError)):
             self.refuse(
                 f"the forward reads the value of a tensor of shape {tuple(inputs[0].shape) if inputs else ()} ({name}) "
-                "between its modules: it would be another one in every micro batch, and other stages do not have it"
+                "between its modules: it would be another one in every micro batch, and other stages do not have it (what follows from the "
+                "inputs of the model alone may be read)"
             )
         if needs_data:
             self.refuse(f"the shape of what {name} returns depends on the values of its arguments, between the modules")

@@ -42,10 +42,13 @@ class Recordings:
         registry: Registry = the_registry,
         device: torch.device | None = None,
         bound: Container[str] = frozenset(),
+        reads_inputs: bool = True,
     ) -> None:
         """`taskgraph_of`: the TaskGraph that everything in a module belongs to, None if nothing in it is tagged, or MIXED.
         `device`: where the tensors of a model on the meta device are going to be (the CPU). `bound`: parameters that code can compute with in
-        stages only, not with the loss: they are cut over ranks."""
+        stages only, not with the loss: they are cut over ranks. `reads_inputs`: whether all ranks that compute a call together have the same
+        inputs, so that a forward may read their numbers between its modules."""
+        self._reads_inputs = reads_inputs
         self._modules = Modules(model, taskgraph_of)
         self._fakes = FakeModel(model, device or torch.device("cpu"))
         mode = _torch.fake_mode()
@@ -75,7 +78,8 @@ class Recordings:
         model = self._model_key()
         signature = (inputs.key, micro_batches, tuple(sorted(set(widths))))
         tree = self._cache.get((model, signature))
-        found = tree.find(draw_seed) if tree is not None else None
+        tensors = inputs.tensors if self._reads_inputs else []
+        found = tree.find(draw_seed, tensors) if tree is not None else None
         if found is not None and all(home.is_current() for home in found[0].homes):
             self._cache.move_to_end((model, signature))
             call, given = found
@@ -89,7 +93,7 @@ class Recordings:
                 first = not self._cache
                 with leaving_no_fakes(self._modules.model) if first else contextlib.nullcontext():
                     call, draws = self._maker.make(
-                        inputs, (model, inputs.form), draw_seed, micro_batches, widths, known
+                        inputs, tensors, (model, inputs.form), draw_seed, micro_batches, widths, known
                     )
                 break
             except NotALeaf as found_scope:

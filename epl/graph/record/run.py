@@ -158,7 +158,9 @@ def _record(
             # What asks for a gradient has to be a leaf of autograd, as the user's tensor is.
             fakes = [spec.empty() if spec.requires_grad else surroundings.leaves.fresh(spec) for spec in specs]
             for number, fake in enumerate(fakes):
-                writer.bind(fake, writer.write("placeholder", f"input_{number}"))
+                node = writer.write("placeholder", f"input_{number}")
+                node.meta["input"] = number
+                writer.bind(fake, node)
             args, kwargs = inputs.fill(fakes)
             if where is not None:
                 where.ignore = lambda: recorder.inside is not None

@@ -29,7 +29,9 @@ def cut_model(env: Env, model: nn.Module, source: StageSource, replicas: Replica
         recordings = Recordings(model, source.leaf_of, device=job.device, bound=bound)
     else:
         placer = OneStage(job, model, replicas.reducers, None if replicas.split is None else replicas.split.inside)
-        recordings = Recordings(model, lambda module: "model", device=job.device, bound=bound)
+        # Where ranks compute together on rows of their own, they would read different numbers and go different ways.
+        same = replicas.split is None
+        recordings = Recordings(model, lambda module: "model", device=job.device, bound=bound, reads_inputs=same)
     own_rows = None if replicas.split is None else replicas.split.rows
     cut = CutModel(model, recordings, plan.settings.num_micro_batch, placer, own_rows, bound)
     replicas.at_close(guard_generation(model, None if plan.layout == "staged" else cut.as_it_is))
