@@ -65,16 +65,21 @@ class OwnLosses(OneLoss):
         """`func` of split values that were computed from parameters, and of anything else."""
         if (found := self.glue(func, args, kwargs)) is not NotImplemented:
             return found
-        if any(not isinstance(t, SplitTensor) for t in leaves_of((args, kwargs), torch.Tensor)):
+        if any(not isinstance(t, SplitTensor) or not t.is_common for t in leaves_of((args, kwargs), torch.Tensor)):
             name = getattr(func, "__name__", str(func))
             notice(
                 f"split: {name} of a cut parameter and another tensor, while every rank has rows of its own: the whole parameter is gathered on "
                 "every rank for that"
             )
-            args, kwargs = swap((args, kwargs), SplitTensor, lambda value: self.out(value.gathered(name)))
+            args, kwargs = swap((args, kwargs), SplitTensor, lambda value: self._plain(value, name))
             return func(*args, **kwargs)
         args, kwargs = swap((args, kwargs), InOwnLoss, lambda value: value.common)
         return swap(func(*args, **kwargs), torch.Tensor, self.out)
+
+    def _plain(self, value: SplitTensor, why: str) -> torch.Tensor:
+        if isinstance(value, InOwnLoss) or not value.is_common:  # the latter: own rows of logits
+            return value.gathered(why)
+        return self.out(value.gathered(why))
 
     def gather(self, parameter: CutParameter, why: str) -> torch.Tensor:
         return self.out(super().gather(parameter, why))

@@ -13,9 +13,14 @@ from tests.train.lazy.cases import CASES, REFUSED, Env, Outcome, differences, ru
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # threads share the filters that cases set
 
-SHAPES = [(2, 10, 3, "PreferBackward"), (3, 7, 2, "ZeroBubble")]
-"""Stages, rows, micro batches and schedule, for every loop; and for every other loop one of these:"""
-MORE_SHAPES = [(3, 8, 4, "PreferForward"), (2, 8, 1, "PreferBackwardOptimizer")]
+SHAPES = [
+    (2, 10, 3, "PreferBackward"),
+    (3, 7, 2, "ZeroBubble"),
+    (3, 8, 4, "PreferForward"),
+    (2, 8, 1, "PreferBackwardOptimizer"),
+]
+"""Stages, rows, micro batches and schedule: every loop in one of the first two, every fourth in one of the others too; all in all of them
+in `make test-full`."""
 REFUSED_IN_STAGES = {
     **REFUSED,
     "lbfgs": "it moves all parameters by products over all of them",
@@ -48,12 +53,19 @@ def in_stages(name: str, stages: int, rows: int, micro_batches: int, strategy: s
     return network.run(loop)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_HERE])
-def test_a_loop_is_right_on_every_rank_or_refused(name):
-    for shape in (*SHAPES, MORE_SHAPES[list(CASES).index(name) % 2]):
-        if name in REFUSED_IN_STAGES:
-            with pytest.raises(EplError):
-                in_stages(name, *shape)
-            continue
-        for rank, found in enumerate(in_stages(name, *shape)):
-            assert differences(found, plainly(name, shape[1], shape[2])) == {}, f"rank {rank}, {shape}"
+def _cases():
+    for number, name in enumerate(name for name in CASES if name not in NOT_HERE):
+        chosen = {SHAPES[number % 2]} | ({SHAPES[2 + number // 4 % 2]} if number % 4 == 0 else set())
+        for shape in SHAPES:
+            marks = () if shape in chosen else pytest.mark.full
+            yield pytest.param(name, shape, marks=marks, id=f"{name}-{'-'.join(map(str, shape))}")
+
+
+@pytest.mark.parametrize(("name", "shape"), _cases())
+def test_a_loop_is_right_on_every_rank_or_refused(name, shape):
+    if name in REFUSED_IN_STAGES:
+        with pytest.raises(EplError):
+            in_stages(name, *shape)
+        return
+    for rank, found in enumerate(in_stages(name, *shape)):
+        assert differences(found, plainly(name, shape[1], shape[2])) == {}, f"rank {rank}"
