@@ -63,7 +63,10 @@ def nothing_left_behind() -> Iterator[None]:
         problems.append(f"child processes: {[_command(pid) for pid in left]}")
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-    if started := [t for t in set(threading.enumerate()) - threads if t.is_alive()]:
+    started = set(threading.enumerate()) - threads
+    for thread in started:  # those of a pool that was let go of (transformers' loading) end a moment later
+        thread.join(timeout=2)
+    if started := {t for t in started if t.is_alive()}:
         problems.append(f"threads: {started}")
     if changed := {k for k in os.environ.keys() | environment.keys() if os.environ.get(k) != environment.get(k)}:
         changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # set by pytest, and by torch's compiler

@@ -78,7 +78,7 @@ class Recordings:
         model = self._model_key()
         signature = (inputs.key, micro_batches, tuple(sorted(set(widths))))
         tree = self._cache.get((model, signature))
-        tensors = inputs.tensors if self._reads_inputs else []
+        tensors = list(inputs.tensors) if self._reads_inputs else []
         found = tree.find(draw_seed, tensors) if tree is not None else None
         if found is not None and all(home.is_current() for home in found[0].homes):
             self._cache.move_to_end((model, signature))
@@ -100,6 +100,8 @@ class Recordings:
                 self._modules.look_into(found_scope.module)
         if self._roles.note(positions, inputs, call.is_cut):
             self._cache.clear()  # some of them cut what is no batch
+        if not draws.answers:
+            tensors.clear()  # nothing was read of them, and whoever made the recording may live on
         # Modules that turned out to be glue have attributes that count.
         tree = self._cache.setdefault((self._model_key(), signature), DrawTree())
         tree.add(draws.steps, call)

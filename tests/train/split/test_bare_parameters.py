@@ -65,7 +65,7 @@ def _on_a_rank(kind: type[Net], micro_batches: int, penalty: bool) -> Run:
     return _train(kind, 2, penalty)
 
 
-@pytest.mark.parametrize(("kind", "micro_batches"), [(Net, 1), (Inside, 1), (Inside, 2)])
+@pytest.mark.parametrize(("kind", "micro_batches"), [(Net, 1), (Net, 2), (Inside, 1), (Inside, 2)])
 def test_equals_one_device(kind: type[Net], micro_batches: int) -> None:
     # torch takes a module's forward before its hooks run, and a hook of the first call cuts the model: that call once ran the
     # forward of before, on blocks. In micro batches every call did.
@@ -80,15 +80,22 @@ def test_a_penalty_over_the_whole_of_a_parameter() -> None:
         assert_same(found, expected)
 
 
-def _after_the_last_module() -> str:
+class Returned(Net):
+    """Hands a parameter out, as it is."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.weight
+
+
+def _handed_out() -> str:
     epl.init(epl.Config({"pipeline.num_micro_batch": 2}))
-    model = epl.parallelize(Net(2))
+    model = epl.parallelize(Returned(2))
     with pytest.raises(PlanError) as refused:
         model(torch.randn(4, 6))
     return str(refused.value)
 
 
-def test_after_the_last_module_they_are_refused_in_micro_batches() -> None:
-    for told in run_ranks(_after_the_last_module, 2):
-        assert "the parameter shift is under split and used after the last module" in told
+def test_one_that_the_forward_returns_is_refused_in_micro_batches() -> None:
+    for told in run_ranks(_handed_out, 2):
+        assert "the parameter weight is under split and used after the last module" in told
         assert "put it into a module of its own" in told
