@@ -61,7 +61,7 @@ def _cases():
             yield pytest.param(name, shape, marks=marks, id=f"{name}-{'-'.join(map(str, shape))}")
 
 
-@pytest.mark.parametrize(("name", "shape"), _cases())
+@pytest.mark.parametrize(("name", "shape"), list(_cases()))
 def test_a_loop_is_right_on_every_rank_or_refused(name, shape):
     if name in REFUSED_IN_STAGES:
         with pytest.raises(EplError):
