@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 
 import pytest
@@ -530,3 +531,18 @@ def test_compiled_functions_run_as_written_where_asked():
     traced.clear()
     double(torch.ones(2))
     assert traced == [True]
+
+
+def test_optimizers_ask_the_class_of_a_parameter_before_they_step_many_in_one_call() -> None:
+    from torch.optim import optimizer
+
+    class Own(nn.Parameter):
+        pass
+
+    assert Own not in optimizer._foreach_supported_types
+    _torch.allow_foreach(Own)
+    try:
+        assert Own in optimizer._foreach_supported_types
+        assert "_foreach_supported_types" in inspect.getsource(optimizer._default_to_fused_or_foreach)
+    finally:
+        optimizer._foreach_supported_types.remove(Own)
