@@ -63,13 +63,21 @@ def train(first: tuple[str, int], second: tuple[str, int], colocated: bool, micr
     model(x)  # parameters are given to ranks
     anchors = [0.5 * p.detach().clone() for p in model.parameters()] if anchored else []
     losses = []
-    for _ in range(3):
+
+    def closure() -> Any:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y) + penalty(list(model.parameters()), anchors)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(float(epl.global_mean(loss.detach())))
+        return loss.detach()
+
+    for step in range(3):
+        if step == 1:  # the closure computes a loss in the middle of a step
+            loss: Any = optimizer.step(closure)
+        else:
+            loss = closure()
+            optimizer.step()
+        losses.append(float(epl.global_mean(loss)))
     value = losses[-1]
     if not colocated:
         with torch.no_grad():

@@ -114,12 +114,6 @@ class Recordings:
         """The modules that are looked into: a recording holds what they were set to. Others read that when they run."""
         return self._modules.glue
 
-    def forget(self) -> None:
-        """Record everything anew: a module has returned something else than was recorded."""
-        self._cache.clear()
-        self._maker.trusted.clear()
-        self._leaves.memo.forget()
-
     def _model_key(self) -> Hashable:
         key, is_new = self._modules.key()
         if is_new:

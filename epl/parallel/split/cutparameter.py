@@ -66,11 +66,15 @@ class CutParameter(nn.Parameter):
         """The whole parameter; all ranks of the split call it together."""
         return self.epl_expressions.gather(self, why)
 
+    def expressions_of_copies(self) -> Expressions:
+        """Who computes with a copy of it."""
+        return self.epl_expressions
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             made = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
             layout = layout_of(self)
-            memo[id(self)] = become_cut(made, layout, self.epl_expressions) if layout is not None else made
+            memo[id(self)] = made if layout is None else become_cut(made, layout, self.expressions_of_copies())
         return memo[id(self)]
 
     def __copy__(self) -> Any:

@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from epl import _torch
 from epl.graph.context import Context
 from epl.graph.spec import Spec
-from epl.parallel.split.cutparameter import CutParameter
-from epl.parallel.split.expressions import value_of
+from epl.parallel.split.cutparameter import CutParameter, Expressions
+from epl.parallel.split.expressions import OneLoss, value_of
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.region import region
 from epl.plan.split.layout import layout_of, whole_shape
@@ -49,8 +49,13 @@ class LaneParameter(CutParameter):
 
     @classmethod
     def is_block(cls) -> bool:
-        """Only in optimizers: in an evaluation other ranks write an expression down, and so must this one."""
-        return _stepping.under_way
+        """Only in optimizers, outside of the closure they are given: in an evaluation other ranks write an expression down, and so must this
+        one."""
+        return _stepping.under_way and not torch.is_grad_enabled()
+
+    def expressions_of_copies(self) -> Expressions:
+        """Of a copy only this rank and the other lanes know."""
+        return OneLoss(self.epl_ranks)
 
     @staticmethod
     def is_used_by_its_stage() -> bool:
@@ -115,22 +120,20 @@ def watch_steps() -> Callable[[], None]:
     def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _stepping.under_way = True
 
+    def after(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        _stepping.under_way = False
+
     handles = [
         register_optimizer_step_pre_hook(before),
-        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: step_is_over()),
+        register_optimizer_step_post_hook(after),
     ]
 
     def undo() -> None:
-        step_is_over()
+        _stepping.under_way = False
         for handle in handles:
             handle.remove()
 
     return undo
-
-
-def step_is_over() -> None:
-    """No optimizer steps (one may have raised)."""
-    _stepping.under_way = False
 
 
 def _spec(parameter: nn.Parameter) -> Spec:

@@ -25,7 +25,7 @@ from epl.plan import Plan
 from epl.plan.split.splitplan import SplitPlan
 from epl.report.log import notice
 from epl.train.laneplace import LanePlace
-from epl.train.lazy.lane import become_lane, become_single, step_is_over, watch_steps
+from epl.train.lazy.lane import become_lane, become_single, watch_steps
 from epl.train.split.cutting import CutParameters, decide, split_parameters
 from epl.train.split.entries import mind_entries
 from epl.train.split.stepping import step_whole_where_needed
@@ -101,7 +101,6 @@ class StageSplit:
 
     def inside(self, stage: int) -> AbstractContextManager[None]:
         """What surrounds the forward of a stage: code between its modules sees split parameters as split, too."""
-        step_is_over()
         part = self._parts.get(stage)
         return contextlib.nullcontext() if part is None else part.entered()
 
