@@ -102,12 +102,6 @@ class Memo:
         self._fingerprints.clear()
         self._parts.clear()
 
-    def forget(self) -> None:
-        """Remember nothing."""
-        self.forget_modules()
-        self._kept.clear()
-        self._rules.clear()
-
     def number(self, module: nn.Module) -> int | None:
         """The same for modules that are alike; None for one of which nothing can be known."""
         if module not in self._fingerprints:
