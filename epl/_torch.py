@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
@@ -76,6 +77,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows `tensor` as a view of another; there is no public way to ask."""
+    return tensor._is_view()
+
+
 def module_without_compile(module: torch.nn.Module) -> torch.nn.Module:
     """The user's own module under `torch.compile(module)`, whose wrapper prefixes every name with `_orig_mod.`."""
     inner = getattr(module, "_orig_mod", None)
@@ -105,6 +111,17 @@ def inside_functional_call() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def weight_of_l1_loss() -> torch.Tensor | None:
+    """The `weight` given to the call of `F.l1_loss` that has asked `__torch_function__`: torch 2.13 forgets it on the way there."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.functional.l1_loss.__code__:
+            found: torch.Tensor | None = frame.f_locals.get("weight")
+            return found
+        frame = frame.f_back
+    return None
 
 
 def lbfgs_parameters(optimizer: torch.optim.LBFGS) -> list[Any]:
@@ -169,6 +186,13 @@ def give_hooks(parameter: torch.Tensor, hooks: Hooks) -> None:
     """Undo `take_hooks`."""
     for own, taken in zip(_hooks_of(parameter), hooks, strict=True):
         own.update(taken)
+
+
+def change_gradient_hooks(parameter: torch.Tensor, change: Callable[[Any], Any]) -> None:
+    """Put `change(hook)` in the place of every hook that may change the parameter's gradient; the handles stay good for them."""
+    own = parameter._backward_hooks or {}
+    for key, hook in own.items():
+        own[key] = change(hook)
 
 
 def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
@@ -475,6 +499,11 @@ def storageless(kind: type[torch.Tensor], like: torch.Tensor, device: torch.devi
     return torch.Tensor._make_wrapper_subclass(
         kind, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=device
     )
+
+
+def seen_as_plain() -> AbstractContextManager[Any]:
+    """Inside, operations do not ask `__torch_dispatch__`: what `t_` does to shape and strides, it then does to a `storageless` tensor."""
+    return no_dispatch()
 
 
 def become(tensor: torch.Tensor, kind: type[torch.Tensor], inside: torch.Tensor) -> None:

@@ -70,6 +70,13 @@ def test_versions_count_changes_in_place():
     assert _torch.version_of(t) == before + 1
 
 
+def test_views_are_known():
+    t = torch.zeros(2)
+    assert _torch.is_view(t[:1])
+    assert not _torch.is_view(t)
+    assert not _torch.is_view(t.detach())
+
+
 def test_batch_norm_writes_its_statistics_without_counting():
     # Why BufferKeeper compares small buffers by value; if this fails, it need not any more.
     norm = nn.BatchNorm1d(2)
@@ -208,7 +215,7 @@ def test_functions_that_functional_borrows_have_a_place_of_their_own():
 
 
 def test_l1_loss_forgets_its_weight_on_the_way_to_a_subclass():
-    """If this fails, torch is mended, and the search for it in epl/train/lazy/handlers.py can go."""
+    """If this fails, torch is mended, and `weight_of_l1_loss` can go."""
     seen = []
 
     class Asked(torch.Tensor):
@@ -461,6 +468,9 @@ def test_a_parameter_becomes_another_class_and_back_with_its_gradient_and_hooks(
     assert (p.shape, p.storage_offset()) == ((2,), 2)
     with pytest.raises(NotImplementedError, match="aten::mul"):
         p * 2
+    with torch.no_grad(), _torch.seen_as_plain():
+        p.unsqueeze_(0)
+    assert (p.shape, p.storage_offset()) == ((1, 2), 2)
     _torch.become(p, nn.Parameter, torch.ones(2))
     assert type(p) is nn.Parameter
     assert "_is_param" not in vars(p)
@@ -546,3 +556,14 @@ def test_optimizers_ask_the_class_of_a_parameter_before_they_step_many_in_one_ca
         assert "_foreach_supported_types" in inspect.getsource(optimizer._default_to_fused_or_foreach)
     finally:
         optimizer._foreach_supported_types.remove(Own)
+
+
+def test_gradient_hooks_are_replaced_where_they_are() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    handle = parameter.register_hook(lambda g: g * 3)
+    _torch.change_gradient_hooks(parameter, lambda hook: lambda g: hook(g) + 1)
+    parameter.sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [4.0, 4.0]
+    handle.remove()
+    assert _torch.count_hooks(parameter) == 0

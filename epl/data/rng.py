@@ -2,7 +2,7 @@
 
 A plain loader draws from the process's generators. Ranks may have seeded these differently, so a divided loader draws
 from rank 0's state at that moment instead. `RngStream` keeps such a state aside and puts it in force only while the
-sampler or the dataset runs:
+sampler or the dataset runs. Of torch's, Python's and numpy's generator, each by itself:
 
     process's state == the stream's   the draws count for the process too: rank 0, and every rank in step with it,
                                       go on as a plain run does
@@ -51,6 +51,12 @@ class RngState:
         legacy = (str(name), np.asarray(key).tobytes(), int(position), int(has_gauss), float(gauss))
         return cls(_generator_bytes(generator), random.Random(seed).getstate(), legacy)
 
+    def beside(self, own: RngState, other: RngState) -> RngState:
+        """This state where `own` and `other` are alike, `own` where they are not: for each generator by itself."""
+        names = (field.name for field in dataclasses.fields(self))
+        kept = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(other, name)}
+        return dataclasses.replace(self, **kept)
+
     def restore(self) -> None:
         """Put this process into this state."""
         set_generator(torch.default_generator, self.torch)
@@ -68,16 +74,15 @@ class RngStream:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Within, everything draws from this stream."""
-        own = RngState.capture()
-        in_step = own == self.state
-        if not in_step:
-            self.state.restore()
+        own, start = RngState.capture(), self.state
+        if own != start:
+            start.restore()
         try:
             yield
         finally:
             self.state = RngState.capture()
-            if not in_step:
-                own.restore()
+            if own != start:  # most users seed torch only: what they seeded alike must go on alike
+                self.state.beside(own, start).restore()
 
 
 def running(stream: RngStream | None) -> contextlib.AbstractContextManager[None]:

@@ -132,11 +132,25 @@ def _of_interest(space: Any) -> Iterator[tuple[str, Any]]:
 
 def _clear_caches(is_left: IsLeft) -> None:
     """Empty the functools caches that hold fakes."""
-    caches = [each for each in gc.get_referrers(_LRU) if type(each) is _LRU]  # of all objects that there are
-    for cache in caches:
+    for cache in _caches():
         own = not _is_foreign(getattr(cache, "__module__", None) or "builtins") and cache.cache_info().currsize
         if own and any(_holds(value, is_left) for value in gc.get_referents(cache)):
             cache.cache_clear()
+
+
+def _caches() -> Iterator[Any]:
+    """All that there are: the collector's objects, and named ones, which it does not tell of after `gc.freeze()`."""
+    found = {id(each): each for each in gc.get_referrers(_LRU) if type(each) is _LRU}
+    some_untold = gc.get_freeze_count() > 0
+    files = [each for name, each in list(sys.modules.items()) if some_untold and not _is_foreign(name)]
+    for names in (vars(each) for each in files if isinstance(each, types.ModuleType)):
+        for value in list(names.values()):
+            inside = list(vars(value).values()) if isinstance(value, type) else [value]
+            for each in inside:
+                cache = each.__func__ if isinstance(each, (staticmethod, classmethod)) else each
+                if type(cache) is _LRU:
+                    found.setdefault(id(cache), cache)
+    yield from found.values()
 
 
 def _holds(value: Any, is_left: IsLeft, depth: int = _DEPTH) -> bool:

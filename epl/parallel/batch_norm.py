@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from epl import _torch
 from epl.errors import DataError, UsageError, list_problems
+from epl.graph.record.leaf import on_stand_ins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,8 @@ def _synced_class(cls: type[nn.Module], ranks: _Ranks) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         user_forward = super(synced, self).forward  # type: ignore[misc]  # declared as an attribute by torch
-        if not self.training:
+        # Recorded, the forward says nothing to other ranks, which may have this recording already, and has no statistics.
+        if not self.training or _torch.fake_mode_is_on() or on_stand_ins():
             return user_forward(*args, **kwargs)
         with _Interception(ranks) as interception:
             result = user_forward(*args, **kwargs)

@@ -254,7 +254,13 @@ class GradientReducer:
 
     def _after_accumulation(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:
+            name = next((name for name, p in self.parameters() if p is parameter), "a parameter")
+            raise UsageError(
+                f"the gradient of {name} was gone before it was reduced over the {self.size} ranks that train it: it is expected in .grad "
+                "until backward() has returned, and found None. A hook that was registered earlier takes it away (an optimizer that "
+                "steps inside backward from a post-accumulate hook), with numbers of this rank alone. Step after backward()"
+            )
         if gradient.requires_grad:
             raise UsageError(
                 "backward(create_graph=True) under data parallelism: the reduced gradient has no graph. Use "

@@ -19,6 +19,7 @@ from epl.errors import UsageError, list_problems
 from epl.graph.collections import Collected, CollectingCall, Collections, GraphKeys, Moment, key_of, listener
 from epl.graph.record.program import running_node
 from epl.graph.record.where import inside_checkpoint
+from epl.parallel.split.value import whole
 from epl.train.lazy import LazyTensor, node_of
 from epl.train.lazy.meeting import asks, meet
 from epl.train.lazy.protocol import Call
@@ -95,6 +96,8 @@ def get_collection(key: str) -> list[torch.Tensor]:
     found = problems(name.how, ranks, apart=not name.is_global)
     if found:
         raise UsageError(list_problems(what, found))
+    # What a split left cut: its ranks have all of it alike, and of those of a stage only the first would gather it below.
+    values = [[whole(value, what) for value in parts] for parts in values]
     if not _must_travel(ranks, scope):
         return merge_all(name.how, [ranks[own]], lambda rank, number, part: values[number][part])
     group = _process.group(env.job(what), ranks, scope)

@@ -2,8 +2,8 @@
 
 It keeps one flat vector of all parameters and gradients, where other optimizers look at each parameter alone. So while it steps,
 whole tensors stand in its list for parameters of other ranks: their numbers, and after every call of the closure their
-gradients, come from the owners. All ranks then compute the same step, bit for bit, each with its own part among it. That takes
-memory for the whole model on every rank, and LBFGS is for models where this is nothing.
+gradients, come from the owners. Of a split stage, the whole is shown in the places of its blocks, but for the time of the closure. All
+ranks then compute the same step, bit for bit, each with its own part among it. That takes memory for the whole model on every rank, and LBFGS is for models where this is nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from epl import _torch
 from epl.train.lazy import ForeignParameter
+from epl.train.lazy.lane import LaneParameter, ranks_of
+from epl.train.split.stepping import ShownWhole
 
 if TYPE_CHECKING:
     from epl.train.replicas import Replicas
@@ -57,13 +59,17 @@ class _Whole:
         self._optimizer, self._replicas = optimizer, replicas
         self._own = _torch.lbfgs_parameters(optimizer)
         self._stand_ins: dict[int, nn.Parameter] = {}
+        self._blocks: ShownWhole | None = None
 
     def closure(self, given: Closure) -> Closure:
         """The user's, after which all gradients are here."""
 
         def closure() -> Any:
             try:
+                if self._blocks is not None:
+                    self._blocks.hide()
                 loss = given()
+                self._show_blocks()
                 self._gather()
             except BaseException:
                 self.end()
@@ -74,7 +80,14 @@ class _Whole:
 
     def end(self) -> None:
         """The optimizer has its own list again."""
+        if self._blocks is not None:
+            self._blocks.hide()
         _torch.set_lbfgs_parameters(self._optimizer, self._own)
+
+    def _show_blocks(self) -> None:
+        if self._blocks is None:  # the stages may have been dealt out in the closure
+            self._blocks = ShownWhole("LBFGS", [p for p in self._own if isinstance(p, LaneParameter)], ranks_of)
+        self._blocks.show()
 
     def _gather(self) -> None:
         cut = self._replicas.cut

@@ -96,9 +96,11 @@ def _missing_micro_batches(ranks: Sequence[Rank]) -> list[str]:
     for rank in ranks:
         for each in rank.objects:
             if each.on_stage:
-                key = (rank.share, each.place)
-                seen[key] = seen.get(key, 0) + sum(part.rows for part in each.parts)
-                whole[key] = each.rows
+                seen[rank.share, each.place], whole[rank.share, each.place] = 0, each.rows
+    for number, n, part in counted(ranks):
+        each = ranks[number].objects[n]
+        if each.on_stage:
+            seen[ranks[number].share, each.place] += each.parts[part].rows
     missing = [f"{rows} of {whole[key]}" for key, rows in seen.items() if rows != whole[key]]
     if not missing:
         return []
@@ -128,13 +130,18 @@ def _different_forms(how: How, ranks: Sequence[Rank], apart: bool) -> list[str]:
 
 
 def counted(ranks: Sequence[Rank]) -> Iterator[tuple[int, int, int]]:
-    """(rank, object, part) of every part that counts: of what all ranks of a share have, the first one's does."""
-    first: dict[int, int] = {}
+    """(rank, object, part) of every part that counts: of what several ranks of a share have, the first one's does.
+
+    In the loop all ranks have it. Inside the model those that compute the same rows do: the ranks of a split.
+    """
+    had: set[tuple[int, Place, int]] = set()
     for number, rank in enumerate(ranks):
-        first.setdefault(rank.share, number)
         for n, each in enumerate(rank.objects):
-            if each.on_stage or first[rank.share] == number:
-                yield from ((number, n, part) for part in range(len(each.parts)))
+            for part, form in enumerate(each.parts):
+                key = (rank.share, each.place, form.start)
+                if key not in had:
+                    had.add(key)
+                    yield number, n, part
 
 
 def merge_all(how: How, ranks: Sequence[Rank], value: Callable[[int, int, int], torch.Tensor]) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from epl.data import active_share
 from epl.env import Env
 from epl.errors import UsageError
 from epl.parallel.reducer import averaged
+from epl.parallel.split.value import SplitTensor, whole
 from epl.train.lazy import LazyTensor, node_of
 from epl.train.lazy.read import read
 from epl.train.replicas import Replicas
@@ -111,7 +113,12 @@ def _prepare(value: torch.Tensor | float, what: str) -> tuple[torch.Tensor, Job 
     job = env.job(what)
     if isinstance(value, LazyTensor):
         value = read([node_of(value)], what)[0]
-    return value.detach(), job if job.world_size > 1 else None
+    value = value.detach()
+    if isinstance(value, SplitTensor):
+        # By all ranks alike, and now: what a rank without rows does with it below, the others do not.
+        job.meet(f"{what} of a value that is split").wait()
+        value = cast(torch.Tensor, whole(value, what))
+    return value, job if job.world_size > 1 else None
 
 
 def _add_up(tensor: torch.Tensor, job: Job, what: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
@@ -40,11 +40,13 @@ from epl.plan import Plan
 from epl.report.log import notice, warn
 from epl.train.arguments import Arguments
 from epl.train.lazy.foreign import ForeignParameter
+from epl.train.lazy.lane import ranks_of, watch_steps
 from epl.train.lbfgs import step_whole_vectors
 from epl.train.meta import MetaModel
 from epl.train.policy import reduce_policy
 from epl.train.scaling import agree_on_unscaling
 from epl.train.split.cutting import agree_on_deferred
+from epl.train.split.stepping import step_whole_where_needed
 from epl.train.weights import replica_factor, row_factor, within_replica
 
 if TYPE_CHECKING:
@@ -109,7 +111,9 @@ class Replicas:
             if plan.layout == "staged" or not env.config.communication.clip_after_allreduce:
                 self._undo.append(agree_on_unscaling(self.trains, self.any_rank))
             if plan.layout == "staged":
-                self._undo.append(step_whole_vectors(self))
+                self._undo += [step_whole_vectors(self), watch_steps()]
+                # LBFGS needs the parameters of all stages at once: lbfgs.py.
+                self._undo.append(step_whole_where_needed(model, ranks_of, but=LBFGS))
         if plan.layout == "staged" or plan.settings.num_micro_batch > 1:
             from epl.train.cut.make import cut_model  # it needs this class in turn
 

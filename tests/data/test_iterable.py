@@ -82,7 +82,7 @@ def test_batches_are_those_of_a_plain_run_on_every_rank(
 
 def test_ranks_in_step_with_rank_0_stay_in_step_and_others_are_left_alone() -> None:
     def rank_main(rank: int, exchange: Exchange) -> tuple[RngState, bool]:
-        torch.manual_seed(rank // 2)
+        RngState.seeded(rank // 2).restore()
         before = RngState.capture()
         list(distribute_loader(DataLoader(Shuffled(), batch_size=2), shares(3)[rank], exchange))
         return RngState.capture(), RngState.capture() == before

@@ -71,6 +71,20 @@ def test_a_stream_in_step_with_the_process_takes_it_along() -> None:
     assert RngState.capture() == after
 
 
+def test_each_generator_is_in_step_by_itself() -> None:
+    # The three were compared as one: where Python's was not seeded alike, torch's was put back too, on all ranks but the first.
+    # Their streams parted, and with them the dropout masks of a split.
+    RngState.seeded(1).restore()
+    stream = RngStream(RngState.capture())
+    random.seed(2)
+    own = random.getstate()
+    with stream.running():
+        draw()
+    after = RngState.capture()
+    assert (after.torch, after.numpy) == (stream.state.torch, stream.state.numpy)
+    assert after.python == own != stream.state.python
+
+
 def test_no_stream_is_the_process_itself() -> None:
     before = RngState.capture()
     with running(None):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from epl.errors import DataError, UsageError
+from epl.graph import registry, taskgraphs_of
+from epl.graph.owners import owners_of
+from epl.graph.record import Recordings
 from epl.parallel import GradientReducer, sync_batch_norm
 from tests.harness import rank_errors, run_ranks
 
@@ -446,6 +452,32 @@ def test_statistics_by_hand_are_noticed(group: dist.ProcessGroup) -> None:
         norm(torch.randn(4, 3))
     norm.eval()
     norm(torch.randn(4, 3))
+
+
+class Looking(nn.BatchNorm1d):
+    """Reads numbers, so it cannot be recorded on fake tensors."""
+
+    def forward(self, x):
+        return super().forward(x) * float(bool(x.sum() < torch.inf))
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, lambda: torch.device("cpu")])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, Looking])
+def test_a_recorded_forward_neither_talks_nor_warns(
+    kind: type[nn.Module], mode: Any, group: dist.ProcessGroup, gathers: list[int]
+) -> None:
+    # A forward is recorded again for rows of another number, by now with synchronised batch norms. Torch functions are off then, so
+    # it was said that statistics are those of this rank alone; with a mode of the user's own on, they were gathered, of nothing.
+    model = nn.Sequential(nn.Linear(2, 3), kind(3))
+    sync_batch_norm(model, group)
+    recordings = Recordings(model, owners_of(model, taskgraphs_of(model, registry)), device=torch.device("cpu"))
+    with warnings.catch_warnings(record=True) as said, mode():
+        warnings.simplefilter("always")
+        recordings.of((torch.randn(4, 2),), {}, 1)
+    assert [str(each.message) for each in said] == []
+    assert not gathers
+    model(torch.randn(4, 2))
+    assert gathers
 
 
 def test_checks_of_torch_remain(group: dist.ProcessGroup) -> None:

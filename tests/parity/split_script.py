@@ -57,11 +57,11 @@ class Scopes:
     def split(self):
         return epl.split(self._ways) if self._ways else contextlib.nullcontext()
 
-    def first(self):
-        return _scope(self._stages[0], "first")
+    def first(self, again: str = ""):
+        return _scope(self._stages[0], f"first{again}")
 
-    def second(self):
-        return _scope(self._stages[1], "second")
+    def second(self, again: str = ""):
+        return _scope(self._stages[1], f"second{again}")
 
     def backbone(self):
         return epl.replicate(self._ways) if self._ways and self._colocated else contextlib.nullcontext()
@@ -187,6 +187,25 @@ class Stages(nn.Module):
         return self.head(self.two(self.one(self.words(ids))))
 
 
+class Chunked(nn.Module):
+    """Four TaskGraphs, of which the first and third are on the same devices, and the second and fourth."""
+
+    def __init__(self, scopes: Scopes) -> None:
+        super().__init__()
+        with scopes.first():
+            self.words = nn.Embedding(23, 24)
+            self.one = nn.TransformerEncoderLayer(24, 12, 36, 0.0, batch_first=True)
+        with scopes.second():
+            self.two = nn.Sequential(nn.Linear(24, 14), nn.GELU(), nn.Linear(14, 24))
+        with scopes.first(" again"):
+            self.three = nn.TransformerEncoderLayer(24, 12, 36, 0.0, batch_first=True)
+        with scopes.second(" again"):
+            self.head = nn.Linear(24, 23)
+
+    def forward(self, ids):
+        return self.head(self.three(self.two(self.one(self.words(ids)))))
+
+
 class Listed(nn.Module):
     """The stages are in one list, to which neither belongs."""
 
@@ -204,8 +223,10 @@ class Listed(nn.Module):
         return x
 
 
+OF_WORDS = ("encoder", "stages", "chunked")
 MODELS = {
     "stages": Stages,
+    "chunked": Chunked,
     "listed": Listed,
     "classifier": Classifier,
     "arcface": ArcFace,
@@ -220,7 +241,7 @@ def data(case: Case) -> TensorDataset:
     g = torch.Generator().manual_seed(7)
     n = case.rows * case.micro_batches * case.replicas * STEPS - (1 if case.rows % 2 else 0)
     y = torch.randint(0, 23, (n,), generator=g)
-    if case.model in ("encoder", "stages"):
+    if case.model in OF_WORDS:
         ids = torch.randint(0, 23, (n, 5), generator=g)
         return TensorDataset(ids, (ids * 3 + 1) % 23)
     if case.model == "conv":
@@ -230,7 +251,7 @@ def data(case: Case) -> TensorDataset:
 
 def loss_of(case: Case, model: nn.Module, x, y):
     logits = model(x, y) if "arcface" in case.model else model(x)
-    if case.model in ("encoder", "stages"):
+    if case.model in OF_WORDS:
         logits, y = logits.flatten(0, 1), y.flatten()
     return F.cross_entropy(logits, y, label_smoothing=0.1)
 

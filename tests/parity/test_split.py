@@ -48,6 +48,15 @@ TABLE = [
     # Cutting its parts gives the list a forward of epl's, so ranks of the split recorded the model again in the second step, and
     # forgot the forms of messages that the other stage remembered: Gloo then aborted in the middle of a step.
     Case("listed", 3, stages=("replicate1", "split2"), config={"pipeline.num_micro_batch": 2}, rows=4),
+    # Ranks of several split TaskGraphs cut them one after another, and the later plan knew the earlier one's parameters whole: refused.
+    Case(
+        "chunked",
+        4,
+        stages=("split2", "split2"),
+        config={"pipeline.num_micro_batch": 2, "pipeline.strategy": "Interleaved", "pipeline.num_chunks": 2},
+        rows=4,
+        clip=True,
+    ),
     Case("stages", 5, stages=("split2", "split3"), config={"pipeline.num_micro_batch": 2}, rows=4, clip=True),
     Case(
         "stages",

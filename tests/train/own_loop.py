@@ -32,8 +32,9 @@ def snippet(fn: Snippet) -> Snippet:
 class Script(Env):
     """One device, or one of the ranks that compute a model in stages; `ready` stands for epl's lines in a script."""
 
-    def __init__(self, rows: int, micro_batches: int, stages: int = 0, seed: int = 3) -> None:
-        self.stages = stages
+    def __init__(self, rows: int, micro_batches: int, stages: int = 0, seed: int = 3, split: int = 1) -> None:
+        """`split`: over how many ranks the parameters of the last stage are cut."""
+        self.stages, self.split = stages, split
         super().__init__(rows, self.ready, micro_batches, seed)
 
     @property
@@ -50,9 +51,14 @@ class Script(Env):
         parts = list(model.children())
         count = min(self.stages, len(parts))
         _models += 1
+        if count == 1 and self.split > 1:
+            epl.annotate(epl.split(self.split), model)
+            return epl.parallelize(model, *others)
         for stage in range(count):
             own = [part for n, part in enumerate(parts) if n * count // len(parts) == stage]
-            epl.annotate(epl.replicate(1, name=f"model_{_models}_stage_{stage}"), *own)
+            ways = self.split if stage == count - 1 else 1
+            strategy = epl.split if ways > 1 else epl.replicate
+            epl.annotate(strategy(ways, name=f"model_{_models}_stage_{stage}"), *own)
         return epl.parallelize(model, *others)
 
     def again(self, *others: Any) -> None:

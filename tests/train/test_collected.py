@@ -54,7 +54,8 @@ class Net(nn.Module):
         self.first, self.second = Part(), Part()
         if widths:
             for number, (part, width) in enumerate(zip((self.first, self.second), widths, strict=True)):
-                epl.annotate(epl.replicate(width, name=f"stage_{number}"), part)
+                kind = epl.split if width == "split" else epl.replicate
+                epl.annotate(kind(2 if width == "split" else width, name=f"stage_{number}"), part)
 
     def forward(self, x):
         h = self.first(x) * 2
@@ -68,7 +69,8 @@ class Net(nn.Module):
 
 def _train(micro_batches: int, widths: tuple[int, ...], batch: int):
     """The values of every step, by collection."""
-    epl.init(epl.Config({"pipeline.num_micro_batch": micro_batches, "communication.timeout": 30}))
+    together = {"cluster.colocate_split_and_replicate": widths == ("split", "split")}
+    epl.init(epl.Config({"pipeline.num_micro_batch": micro_batches, "communication.timeout": 30, **together}))
     torch.manual_seed(0)
     model = Net(widths).double()
     if not widths:
@@ -110,13 +112,15 @@ LAYOUTS = [
     pytest.param(2, 3, (1, 1), id="2 stages"),
     pytest.param(4, 2, (1, 1), id="2 replicas of 2 stages"),
     pytest.param(3, 2, (2, 1), id="stages of unequal width"),
+    pytest.param(3, 2, (1, "split"), id="a split stage"),  # its ranks all have all rows: each was counted
+    pytest.param(2, 2, ("split", "split"), id="split, 2 micro batches"),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches", "widths"), LAYOUTS)
 def test_values_are_those_of_one_device(ranks, micro_batches, widths):
     """17 rows over steps of 4 to 12: the last step is uneven between replicas and micro batches."""
-    replicas = ranks // (sum(widths) or 1)
+    replicas = 1 if "split" in widths else ranks // (sum(widths) or 1)
     expected = _reference(MICRO * micro_batches * replicas)
     found = run_ranks(_train, ranks, micro_batches, widths, MICRO)
     for step, want in enumerate(expected):

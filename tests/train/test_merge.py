@@ -51,6 +51,14 @@ def test_a_value_that_all_ranks_of_a_share_have_counts_once():
     assert list(counted(ranks)) == [(0, 0, 0), (0, 1, 0), (1, 1, 0), (2, 0, 0), (2, 1, 0), (3, 1, 0)]
 
 
+def test_what_the_ranks_of_a_split_have_counts_once():
+    # Each of them computes all rows of its micro batches, and each was counted: "12 of 6 rows".
+    object_ = model_object(1, [(0, 3), (3, 3)], 6)
+    ranks = [Rank(0, 0, ()), Rank(0, 0, (object_,)), Rank(0, 0, (object_,))]
+    assert problems("MEAN", ranks, apart=False) == []
+    assert list(counted(ranks)) == [(1, 0, 0), (1, 0, 1)]
+
+
 def test_shares_are_weighted_by_their_rows():
     ranks = [Rank(r, r, (loop_object(shares=(3, 2, 0)),)) for r in range(3)]
     numbers = [10.0, 20.0, 1000.0]

@@ -38,7 +38,8 @@ def _loops(names: list[str]) -> dict[str, Outcome]:
     return found
 
 
-def _plainly(name: str) -> Outcome:
+def plainly(name: str) -> Outcome:
+    """What a loop shows on one device."""
     torch.set_default_dtype(torch.float64)
     try:
         return run(LOOPS[name], Script(ROWS, MICRO_BATCHES))
@@ -52,7 +53,7 @@ def test_a_loop_is_right_on_every_rank(group: int) -> None:
     outcomes = run_ranks(_loops, 2, names, timeout=110)
     wrong = {}
     for name in names:
-        expected = _plainly(name)
+        expected = plainly(name)
         for rank, found in enumerate(outcomes):
             if problems := differences(found[name], expected):
                 wrong[f"{name}, rank {rank}"] = problems

@@ -28,6 +28,9 @@ EXACT |= {"logical_and", "logical_or", "logical_not", "maximum", "minimum"}
 ALIGNED = {"erfinv"}
 """The same bits only where pieces begin and end as for the whole."""
 
+TURNS = {"t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"}
+"""Give a tensor itself another look at the same memory."""
+
 CONVERSIONS = {"_to_copy", "clone"}
 
 REDUCTIONS = {"any": True, "all": False}
@@ -53,7 +56,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args and isinstance(args[0], DeferredTensor):
         first, others = args[0], deferred[1:]
         if torch.Tag.inplace_view in func.tags:
-            return _changed_shape(first, name, args[1:])
+            return _changed_shape(first, name, func, args[1:], kwargs)
         found: Any = None
         if func.is_view:
             found = _view(first, func, args[1:], kwargs)
@@ -90,9 +93,18 @@ def _view(first: DeferredTensor, func: Any, args: tuple[Any, ...], kwargs: dict[
     return made if isinstance(shown, list | tuple) else made[0]
 
 
-def _changed_shape(first: DeferredTensor, name: str, args: tuple[Any, ...]) -> DeferredTensor:
+def _changed_shape(
+    first: DeferredTensor, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DeferredTensor:
     """Operations that make another view of a tensor itself."""
     if name == "detach_":
+        return first
+    if name in TURNS:  # `nn.init.orthogonal_` turns what it has drawn
+        twin = first.epl_twin.detach()
+        func(twin, *args, **kwargs)
+        with _torch.seen_as_plain():
+            func(first, *args, **kwargs)
+        first.show(first.epl_cell, twin)
         return first
     source = args[0] if args else None
     if name == "set_" and isinstance(source, torch.Tensor) and _same_look(first, source):  # parametrize does this

@@ -45,9 +45,15 @@ class Cell:
         """All elements, flat, as real memory from now on; `why` is for the notice, if a parameter is concerned."""
         if self.whole is None:
             parameter = self.parameter
-            if parameter is not None and why:
+            drawn = any(isinstance(step, recipe.Draw) for step in self.recipe.steps)
+            if why and (
+                parameter is not None or drawn
+            ):  # what is drawn is going to be a parameter (`nn.init.orthogonal_`)
+                shape = next(
+                    (tuple(held.shape) for held in (parameter, *self.holders.values()) if held is not None), ()
+                )
                 notice(
-                    f"a parameter of shape {tuple(parameter.shape)} under epl.split was built whole on every rank, to be cut later: {why} "
+                    f"a parameter of shape {shape} under epl.split was built whole on every rank, to be cut later: {why} "
                     "needs its numbers, or cannot be done in parts. Initialise it with fill, uniform, normal, truncated normal, and arithmetic "
                     "with numbers, and no rank ever holds the whole"
                 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from epl.graph.record.call import RecordedCall
 from epl.graph.record.modules import MIXED, Mixed
+from epl.graph.record.recorder import ROWS_OF_RANKS
 from epl.graph.record.recording import Recording
 from epl.graph.record.recordings import Recordings
 
-__all__ = ["MIXED", "Mixed", "RecordedCall", "Recording", "Recordings"]
+__all__ = ["MIXED", "ROWS_OF_RANKS", "Mixed", "RecordedCall", "Recording", "Recordings"]

@@ -6,7 +6,7 @@ of the recording, as that of a drawn number is (`draws`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,12 @@ class Peek:
         """`args`, `kwargs`: with nodes in the place of tensors; `nodes`: all that they follow from, in order."""
         self._function, self._args, self._kwargs, self._nodes = function, args, kwargs, nodes
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+    @property
+    def inputs(self) -> set[int]:
+        """The numbers of the inputs that it looks at."""
+        return {node.meta["input"] for node in self._nodes if node.op == "placeholder"}
+
+    def __call__(self, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> Any:
         """The answer for these inputs."""
         env: dict[fx.Node, Any] = {}
         with torch.no_grad():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import fx, nn
@@ -62,6 +62,22 @@ WAYS_OUT = (
 )
 
 
+class Apart(NamedTuple):
+    """What is computed apart from each other, for which a forward is written down: as errors tell it."""
+
+    unread: str
+    """Why a value cannot be read between modules."""
+    ways_out: str
+
+
+STAGES = Apart("it would be another one in every micro batch, and other stages do not have it", WAYS_OUT)
+ROWS_OF_RANKS = Apart(
+    "the ranks that share a split part have rows of their own, so each would read another value, go its own way, and not call the "
+    "part as the others do",
+    "The way out: move that code into a module that belongs to one TaskGraph as a whole (inside it, everything runs as it is written)",
+)
+
+
 class NotALeaf(BaseException):
     """A module opened a scope inside its forward: it has to be looked into. Not an Exception: a model must not catch it."""
 
@@ -84,6 +100,7 @@ class Recorder(TorchFunctionMode):
         self.tell: Callable[[int], None] = lambda count: None
         """Called with the number of leaves that have run."""
         self.taskgraph_of: Callable[[nn.Module], str | None] = lambda module: None
+        self.apart = STAGES
         self.refused: RecordingError | None = None
         self._leaves, self._foresight = leaves, foresight
         self._paths = paths
@@ -115,7 +132,7 @@ class Recorder(TorchFunctionMode):
 
     def refuse(self, what: str) -> NoReturn:
         """Say what in the user's line cannot be written down, and what to do."""
-        self.refused = RecordingError(f"{what}, at {user_line() or 'an unknown line'}. {WAYS_OUT}")
+        self.refused = RecordingError(f"{what}, at {user_line() or 'an unknown line'}. {self.apart.ways_out}")
         raise self.refused
 
     # ---- torch functions ---------------------------------------------------------------------------------------------
@@ -195,8 +212,7 @@ class Recorder(TorchFunctionMode):
         if name in _READS and (needs_data or not isinstance(error, RecordingError)):
             self.refuse(
                 f"the forward reads the value of a tensor of shape {tuple(inputs[0].shape) if inputs else ()} ({name}) "
-                "between its modules: it would be another one in every micro batch, and other stages do not have it (what follows from the "
-                "inputs of the model alone may be read)"
+                f"between its modules: {self.apart.unread} (what follows from the inputs of the model alone may be read)"
             )
         if needs_data:
             self.refuse(f"the shape of what {name} returns depends on the values of its arguments, between the modules")

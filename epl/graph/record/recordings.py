@@ -21,7 +21,7 @@ from epl.graph.record.leaf import Leaves
 from epl.graph.record.maker import Maker
 from epl.graph.record.modules import Modules, TaskGraphOf
 from epl.graph.record.outlook import Outlook
-from epl.graph.record.recorder import NotALeaf
+from epl.graph.record.recorder import STAGES, Apart, NotALeaf
 from epl.graph.record.roles import Roles
 from epl.graph.record.run import Scopes, Surroundings
 from epl.graph.state import Registry
@@ -43,11 +43,12 @@ class Recordings:
         device: torch.device | None = None,
         bound: Container[str] = frozenset(),
         reads_inputs: bool = True,
+        apart: Apart = STAGES,
     ) -> None:
         """`taskgraph_of`: the TaskGraph that everything in a module belongs to, None if nothing in it is tagged, or MIXED.
         `device`: where the tensors of a model on the meta device are going to be (the CPU). `bound`: parameters that code can compute with in
         stages only, not with the loss: they are cut over ranks. `reads_inputs`: whether all ranks that compute a call together have the same
-        inputs, so that a forward may read their numbers between its modules."""
+        inputs, so that a forward may read their numbers between its modules. `apart`: what is recorded for, as errors tell it."""
         self._reads_inputs = reads_inputs
         self._modules = Modules(model, taskgraph_of)
         self._fakes = FakeModel(model, device or torch.device("cpu"))
@@ -55,7 +56,7 @@ class Recordings:
         self._leaves = Leaves(self._fakes, mode)
         foresight = Foresight(self._leaves.fresh)
         surroundings = Surroundings(
-            self._fakes, self._leaves, foresight, Scopes(registry), mode, self._modules.taskgraph_of
+            self._fakes, self._leaves, foresight, Scopes(registry), mode, self._modules.taskgraph_of, apart
         )
         self._maker = Maker(self._modules, surroundings, set(), Outlook(), bound)
         self._roles = Roles(model)

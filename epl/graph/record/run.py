@@ -21,7 +21,7 @@ from epl.graph.record.foresight import Foresight
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.leaf import Leaves
 from epl.graph.record.objects import dump
-from epl.graph.record.recorder import WAYS_OUT, NotALeaf, Recorder
+from epl.graph.record.recorder import STAGES, Apart, NotALeaf, Recorder
 from epl.graph.record.recording import Attribute, ObjectOf, Outputs, Recording
 from epl.graph.record.shapes import Form
 from epl.graph.record.standin import StaysOnStages
@@ -90,6 +90,7 @@ class Surroundings:
     scopes: Scopes
     fake_mode: contextlib.AbstractContextManager[Any]
     taskgraph_of: Callable[[nn.Module], str | None]
+    apart: Apart = STAGES
 
 
 def record(
@@ -110,7 +111,7 @@ def record(
             _record(surroundings, inputs, shapes, draws.afresh(), paths, glue, where)
     raise RecordingError(
         f"the forward draws from {used} between its modules, and recorded the draw would be the same for ever, at "
-        f"{where.line or 'an unknown line'}. {WAYS_OUT}"
+        f"{where.line or 'an unknown line'}. {surroundings.apart.ways_out}"
     )
 
 
@@ -135,7 +136,7 @@ def _record(
     model, context = surroundings.model, Context.now()
     writer = Writer(model, surroundings.scopes.current)
     recorder = Recorder(writer, surroundings.leaves, surroundings.foresight, draws, paths)
-    recorder.taskgraph_of = surroundings.taskgraph_of
+    recorder.taskgraph_of, recorder.apart = surroundings.taskgraph_of, surroundings.apart
 
     recorder.tell = _Progress()
     hooked = [each for each in model.modules if each is not model.model and hooks.has_hooks(each)]

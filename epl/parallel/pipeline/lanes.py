@@ -58,6 +58,11 @@ class Lanes:
         """Whether every stage has one rank, stage s that at place s mod p: a message then goes where `Mailbox` sends it."""
         return all(ranks == (stage % self.size,) for stage, ranks in enumerate(self.ranks))
 
+    @cached_property
+    def is_copy(self) -> bool:
+        """Whether another rank has all that this one has (`copied`): where ranks add up, it must not count."""
+        return any(stage in self.copied and self.lane(stage) > 0 for stage in self.stages)
+
     def width(self, stage: int) -> int:
         """How many lanes a stage has."""
         return len(self.ranks[stage])

@@ -18,9 +18,12 @@ from torch import nn
 from epl import _torch
 from epl.errors import StateError
 from epl.graph.spec import leaves_of
+from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.region import region
 from epl.parallel.split.value import changes
 from epl.plan.split.layout import ParameterLayout, layout_of, set_layout
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class Expressions(Protocol):
@@ -37,15 +40,25 @@ class CutParameter(nn.Parameter):
     """What a rank holds of a parameter that is divided over the ranks of a split: its block, a plain tensor to everything but a loss."""
 
     epl_expressions: Expressions
+    epl_split: SplitRanks | None
+    """The ranks that have the other blocks."""
 
     @classmethod
     @_torch.without_dynamo
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if region.depth or not cls.computes(func):
+        if func is torch.Tensor.register_hook:
+            parameter, hook = _hook_arguments(*args, **(kwargs or {}))
             with _torch.no_tensor_subclass():
-                return func(*args, **kwargs) if kwargs else func(*args)
+                return func(parameter, WholeGradient.of(parameter, hook))
+        if region.depth or not cls.computes(func):
+            try:
+                with _torch.no_tensor_subclass():
+                    return func(*args, **kwargs) if kwargs else func(*args)
+            except RuntimeError as error:
+                _explain(error, args, kwargs)
+                raise
         own = leaves_of((args, kwargs), CutParameter)
         return own[0].epl_expressions.compute(func, args, kwargs or {})
 
@@ -93,8 +106,10 @@ def become_cut(parameter: nn.Parameter, layout: ParameterLayout, expressions: Ex
     """`parameter`, the same object, is from now on this rank's block of a parameter that lies like this."""
     parameter.__class__ = CutParameter
     assert isinstance(parameter, CutParameter)
-    parameter.epl_expressions = expressions
+    parameter.epl_expressions, parameter.epl_split = expressions, getattr(expressions, "ranks", None)
     set_layout(parameter, layout)
+    with _torch.no_tensor_subclass():
+        _torch.change_gradient_hooks(parameter, lambda hook: WholeGradient.of(parameter, hook))
     _torch.allow_foreach(CutParameter)
     return parameter
 
@@ -103,8 +118,53 @@ def become_plain(parameter: nn.Parameter) -> None:
     """Undo `become_cut`: what is there is all there is."""
     if isinstance(parameter, CutParameter):
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        del parameter.epl_expressions
+        del parameter.epl_expressions, parameter.epl_split
+        _torch.change_gradient_hooks(parameter, lambda hook: hook.hook if isinstance(hook, WholeGradient) else hook)
     set_layout(parameter, None)
+
+
+def _explain(error: RuntimeError, args: Any, kwargs: Any) -> None:
+    """Say so where a block met something of the whole parameter's shape."""
+    with _torch.no_tensor_subclass():
+        tensors = leaves_of((args, kwargs), torch.Tensor)
+        layouts = [layout for t in tensors if isinstance(t, CutParameter) and (layout := layout_of(t)) is not None]
+        met = {layout.shape for layout in layouts} & {t.shape for t in tensors if layout_of(t) is None}
+    for shape in met:
+        error.add_note(
+            f"a parameter of {tuple(shape)} is cut over ranks, and to code without grad mode it is this rank's block; the other tensor is as large as "
+            "the whole. A copy that was made before the first call of the model (for an average of weights, a teacher) is whole: make it "
+            "after that call."
+        )
+
+
+class WholeGradient:
+    """A gradient hook of the user's on a cut parameter: it is given the replica's whole gradient, and this rank takes its block of
+    what comes back. Ranks of a split have the same hooks and run the same backward, so they gather in the same order."""
+
+    def __init__(self, hook: Hook, layout: ParameterLayout, ranks: SplitRanks) -> None:
+        self.hook, self._layout, self._ranks = hook, layout, ranks
+
+    @staticmethod
+    def of(parameter: torch.Tensor, hook: Hook) -> Hook:
+        """What is to be registered instead of `hook`."""
+        layout, ranks = layout_of(parameter), getattr(parameter, "epl_split", None)
+        if layout is None or ranks is None or isinstance(hook, WholeGradient):
+            return hook
+        lengths = layout.cut.lengths
+        return hook if max(lengths) == sum(lengths) else WholeGradient(hook, layout, ranks)  # one rank has all of it
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        layout, ranks = self._layout, self._ranks
+        if gradient.shape == layout.shape:  # in a closure of an optimizer that steps with whole parameters
+            return self.hook(gradient)
+        block = gradient.to_dense() if gradient.is_sparse else gradient
+        parts = ranks.all_gather(block.detach().contiguous(), layout.cut.lengths, layout.dim)
+        found = self.hook(layout.cut.join(parts, layout.dim))
+        return None if found is None else layout.take(found, ranks.rank)
+
+
+def _hook_arguments(parameter: torch.Tensor, hook: Hook) -> tuple[torch.Tensor, Hook]:
+    return parameter, hook
 
 
 # ---- what is asked of a parameter, rather than computed from it ------------------------------------------------------

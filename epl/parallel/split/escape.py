@@ -1,6 +1,6 @@
 """What bypasses torch functions, and the way round. Torch is itself again when the last split part is gone.
 
-checkpoint              runs again in backward: parameters must be split values again, and the ranks' own random streams rewound
+checkpoint              runs again in backward: parameters must be split values again, and the ranks' random streams rewound
 autograd.Function       asks no tensor subclass: split values would lose their graph in silence. They are gathered first
 torch.jit.script        neither does a scripted function: its operations would meet a value that is below torch functions
 torch.compile           would trace into split values and what they send: inside split parts it leaves functions as they are
@@ -93,27 +93,27 @@ _patches = _Patches()
 
 
 class _Moment:
-    """Where a checkpointed function was called: inside which part, at which place of the ranks' own random streams."""
+    """Where a checkpointed function was called: inside which part, at which place of the ranks' random streams."""
 
     def __init__(self) -> None:
         self._region = region.__dict__.copy()
-        self._streams = [(ranks.generator, ranks.generator.get_state()) for ranks in streams_here()]
+        self._streams = [(ranks, ranks.streams()) for ranks in streams_here()]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside it is that moment again; what has entered since then is not remembered."""
         before = region.__dict__.copy()
-        now = [(generator, generator.get_state()) for generator, _ in self._streams]
+        now = [(ranks, ranks.streams()) for ranks, _ in self._streams]
         _become(region, self._region)
         region.entered = {}
-        for generator, state in self._streams:
-            generator.set_state(state)
+        for ranks, streams in self._streams:
+            ranks.set_streams(streams)
         try:
             yield
         finally:
             _become(region, before)
-            for generator, state in now:
-                generator.set_state(state)
+            for ranks, streams in now:
+                ranks.set_streams(streams)
 
 
 def _become(here: Region, state: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ _here = _Here()
 
 
 def remember_stream(ranks: SplitRanks) -> None:
-    """Parts of these ranks run in this thread: their random stream is rewound by checkpoints."""
+    """Parts of these ranks run in this thread: their random streams are rewound by checkpoints."""
     if ranks not in _here.ranks:
         _here.ranks.append(ranks)
 

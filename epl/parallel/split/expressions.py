@@ -18,8 +18,8 @@ from epl.errors import SplitError
 from epl.graph.spec import leaves_of, swap
 from epl.parallel.split.cutparameter import CutParameter
 from epl.parallel.split.ranks import SplitRanks
-from epl.parallel.split.rows import share_loss
-from epl.parallel.split.value import SplitTensor, beside_parameters, shard, whole
+from epl.parallel.split.rows import lost_change, share_loss
+from epl.parallel.split.value import SplitTensor, beside_parameters, changes, shard, whole
 from epl.plan.split.layout import ParameterLayout, layout_of
 from epl.report.log import notice
 
@@ -67,6 +67,8 @@ class OwnLosses(OneLoss):
             return found
         if any(not isinstance(t, SplitTensor) or not t.is_common for t in leaves_of((args, kwargs), torch.Tensor)):
             name = getattr(func, "__name__", str(func))
+            if isinstance(args[0] if args else None, SplitTensor) and changes(name):
+                raise SplitError(lost_change(name, tuple(args[0].shape)))
             notice(
                 f"split: {name} of a cut parameter and another tensor, while every rank has rows of its own: the whole parameter is gathered on "
                 "every rank for that"

@@ -22,11 +22,6 @@ from epl.parallel.split.ranks import SplitRanks
 from epl.plan.split.cut import Cut
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy that a collective may write into."""
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 class Enter(torch.autograd.Function):
     """A whole value enters cut work: identity; its gradient is the sum of the ranks' gradients."""
 
@@ -38,7 +33,7 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if not torch.is_grad_enabled():  # nobody differentiates gradients: no need for a node
-            return ctx.ranks.all_reduce_(_own(grads[0])), None
+            return ctx.ranks.all_reduce(grads[0]), None
         return Reduce.apply(grads[0], ctx.ranks, False), None
 
 
@@ -50,7 +45,7 @@ class Reduce(torch.autograd.Function):
         ctx.ranks = ranks
         if fresh and x.is_contiguous():
             return _torch.same_memory(ranks.all_reduce_(x))  # not a view: who gets it may change it in place
-        return ranks.all_reduce_(_own(x))
+        return ranks.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -84,12 +79,12 @@ class Take(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Partial sums become a cut value. Gloo has no reduce-scatter of uneven blocks: an all-reduce, of which each rank keeps its part."""
+    """Partial sums become a cut value, of blocks of any lengths."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: SplitRanks, dim: int, cut: Cut) -> torch.Tensor:
         ctx.args = ranks, dim, cut
-        return cut.take(ranks.all_reduce_(_own(x)), dim, ranks.rank).contiguous()
+        return ranks.reduce_scatter([cut.take(x, dim, rank) for rank in range(ranks.ways)])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -8,13 +8,13 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from epl import _torch
-from epl.errors import SplitError
+from epl.errors import SplitError, UsageError
 from epl.graph.deferred import is_deferred, settle_block
 from epl.graph.record.leaf import on_stand_ins
 from epl.parallel.split import rules
@@ -121,13 +121,14 @@ class SplitPart:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, parameters show as split values, also to code that belongs to no module."""
+        """Inside, parameters show as split values, also to code that belongs to no module, and what is whole is drawn alike."""
         before = region.depth, region.entered, region.sequence, region.exact_dropout, region.ranks
         region.depth, region.entered, region.ranks = 1, {}, self.ranks
         region.sequence = _sequences.setdefault(self.ranks, {}) if self._sequence_parallel else None
         region.exact_dropout = self._exact_dropout
         try:
-            yield
+            with self.ranks.common.running():
+                yield
         finally:
             region.depth, region.entered, region.sequence, region.exact_dropout, region.ranks = before
 
@@ -283,8 +284,20 @@ def _cut_in_place(parameter: nn.Parameter, layout: ParameterLayout, rank: int) -
         settle_block(parameter, layout, rank)
         return
     gradient = parameter.grad
+    if parameter.requires_grad:
+        with torch.inference_mode(False):
+            torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse_gradient)
     _torch.give_memory(parameter, layout.take(parameter.detach(), rank))
     parameter.grad = None if gradient is None else layout.take(gradient, rank)
+
+
+def _refuse_gradient(gradients: Any) -> NoReturn:
+    """For what accumulated a parameter's gradient before it was cut: nobody would see what arrives there."""
+    raise UsageError(
+        f"a gradient of shape {tuple(gradients[0].shape)} arrives at a parameter that was whole when a term of the loss was computed from it, and "
+        "is cut over ranks now: the first call of the model has done that. Compute terms over parameters (a penalty) after model(x), in the "
+        "first step at least"
+    )
 
 
 def _fake(whole: nn.Parameter, held: torch.Tensor) -> torch.Tensor:

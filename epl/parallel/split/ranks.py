@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from epl.parallel.split.common import CommonStream, State
+
 Op = Literal["sum", "max"]
+SWAPPED = 1 << 21
+"""Bytes up to which two ranks on Gloo swap what they have instead of running its all-reduce: as many bytes in one round
+instead of two, and where ranks have as many cores as threads a round costs a millisecond, whatever its size."""
 
 
 class SplitRanks:
@@ -24,6 +29,17 @@ class SplitRanks:
         self.rank, self.ways = rank, ways
         self.generator = torch.Generator(device or "cpu").manual_seed(1_000_003 * (rank + 1))
         """Random numbers of this rank alone, for what is cut."""
+        self.common = CommonStream(device or torch.device("cpu"))
+        """Those of all ranks, for what is whole."""
+
+    def streams(self) -> tuple[torch.Tensor, State | None]:
+        """Where both random streams are now."""
+        return self.generator.get_state(), self.common.saved()
+
+    def set_streams(self, streams: tuple[torch.Tensor, State | None]) -> None:
+        """Put them there again."""
+        self.generator.set_state(streams[0])
+        self.common.restore(streams[1])
 
     def note(self, what: str, size: int, why: str) -> None:
         """Something of so many bytes is about to be sent; only planning listens."""
@@ -34,6 +50,21 @@ class SplitRanks:
     def all_reduce_(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
         """`tensor`, contiguous, with the sum (or maximum) over all ranks in it."""
         raise NotImplementedError
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, contiguous, in memory of its own."""
+        return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
+
+    def reduce_scatter(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum over all ranks of what they have for this one, where `parts` is what this one has for each; of any lengths."""
+        own = parts[self.rank].shape
+        first, *others = self.all_to_all(parts, [own] * self.ways)
+        total = (
+            first.clone() if not others else first + others[0]
+        )  # not in place: it would keep the memory of all of them
+        for other in others[1:]:
+            total += other
+        return total
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int], dim: int) -> list[torch.Tensor]:
         """The blocks of all ranks, of these lengths along `dim`."""
@@ -72,12 +103,29 @@ class GroupRanks(SplitRanks):
         assert tensor.dtype != torch.bool  # a sum of bools is no bool
         self.settle()
         with self._guard("summing over the ranks of a split"):
-            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
-        return tensor
+            if not self._swaps(tensor):
+                dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
+                return tensor
+            other = self._swap(tensor, tensor.numel()).view(tensor.shape)
+        return tensor.add_(other) if op == "sum" else torch.maximum(tensor, other, out=tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._swaps(tensor):
+            return super().all_reduce(tensor)
+        self.settle()
+        tensor = tensor.contiguous()
+        with self._guard("summing over the ranks of a split"):
+            return self._swap(tensor, tensor.numel()).view(tensor.shape).add_(tensor)
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int], dim: int) -> list[torch.Tensor]:
         shapes = [(*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]) for length in lengths]
         sizes = [prod(shape) for shape in shapes]
+        if max(sizes) and self._swaps(tensor, max(sizes)):
+            self.settle()
+            there = 1 - self.rank
+            with self._guard("gathering over the ranks of a split"):
+                other = self._swap(tensor.contiguous(), sizes[there]).view(shapes[there])
+            return [other, tensor] if self.rank else [tensor, other]
         flat = tensor.reshape(-1)
         if len(set(sizes)) > 1:  # c10d gathers equal blocks
             flat = functional.pad(flat, (0, max(sizes) - flat.numel()))
@@ -97,3 +145,17 @@ class GroupRanks(SplitRanks):
         with self._guard("exchanging over the ranks of a split"):
             dist.all_to_all_single(received, flat, sizes, [part.numel() for part in parts], group=self.group)
         return [part.view(shape) for part, shape in zip(received.split(sizes), map(tuple, shapes), strict=True)]
+
+    def _swaps(self, tensor: torch.Tensor, numel: int | None = None) -> bool:
+        """Whether it is quicker to swap blocks of so many numbers than to run the collective; the same on both ranks."""
+        size = tensor.numel() if numel is None else numel
+        return self.ways == 2 and tensor.is_cpu and 0 < size * tensor.element_size() <= SWAPPED
+
+    def _swap(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """The numbers of the other rank of two, `size` of them, where this one gives its own."""
+        there = 1 - self.rank
+        given, wanted = [0, 0], [0, 0]
+        given[there], wanted[there] = tensor.numel(), size
+        received = tensor.new_empty(size)
+        dist.all_to_all_single(received, tensor.view(-1), wanted, given, group=self.group)
+        return received

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.nn import functional
 
+from epl import _torch
 from epl.graph.spec import leaves_of, swap
 from epl.parallel.split.functions import ReduceScatter
 from epl.parallel.split.ranks import SplitRanks
@@ -100,13 +101,28 @@ class _Scaled(torch.autograd.Function):
         return (grads[0] if ctx.factor == 1.0 else grads[0] * ctx.factor), None
 
 
+class _Out(_Scaled):
+    """The same on the way out of a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return _same(x)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    """What leaves a part, on the same memory. Code outside may change it in place (`out += residual`), which torch forbids of a view
+    that an autograd function returns. A view stays one: it may be of what the part was given, which has a graph of its own."""
+    return x.view_as(x) if _torch.is_view(x) else x.detach()
+
+
 class _Leave(torch.autograd.Function):
     """A whole value without rows is used by every rank's own loss: its gradient is their sum, by weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: SplitRanks, weight: float) -> torch.Tensor:
         ctx.args = ranks, weight
-        return x.view_as(x)
+        return _same(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -147,7 +163,9 @@ class RowBridge:
     def enter(self, value: Any, how: Batched) -> Any:
         """An argument of a split part, as the part sees it."""
         if isinstance(value, OwnRowsOf):
-            return value.all_rows
+            if value.own is None:
+                return value.all_rows
+            value = value.own
         if not isinstance(value, torch.Tensor) or isinstance(value, SplitTensor):
             return value
         if how.dim is not None:
@@ -182,7 +200,7 @@ class RowBridge:
 
     def out(self, own: torch.Tensor) -> torch.Tensor:
         """This rank's own rows, outside."""
-        return cast("torch.Tensor", _Scaled.apply(own, self.weight)) if own.requires_grad else own
+        return cast("torch.Tensor", _Out.apply(own, self.weight)) if own.requires_grad else own
 
     def _scattered(self, value: SplitTensor, how: Batched) -> Any:
         if how.dim is None or value.total is not None:
@@ -242,13 +260,15 @@ class OwnRowsOf(SplitTensor):
     """Looks like this rank's own rows of a value that is cut in another dim and has all ranks' rows in it (logits of a split head).
 
     `cross_entropy` and what treats each row by itself work on the blocks. Anything else first gets the own rows whole: an
-    all-to-all, with a notice.
+    all-to-all, with a notice. From then on they are the value: code may have changed them in place, or have a view to do so.
     """
 
     is_common = False
     all_rows: SplitTensor
     bridge: RowBridge
     how: Batched
+    own: torch.Tensor | None = None
+    """The own rows, whole, once something has asked for them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -257,30 +277,46 @@ class OwnRowsOf(SplitTensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         first = args[0] if args else None
-        own = first if isinstance(first, OwnRowsOf) else leaves_of((args, kwargs), OwnRowsOf)[0]
-        if (found := own.bridge.glue(func, args, kwargs)) is not NotImplemented:
+        rows = leaves_of((args, kwargs), OwnRowsOf)
+        if (found := rows[0].bridge.glue(func, args, kwargs)) is not NotImplemented:
             return found
-        if isinstance(first, OwnRowsOf):
+        if isinstance(first, OwnRowsOf) and first.own is None:
             if func is functional.cross_entropy and (found := _cross_entropy(*args, **kwargs)) is not None:
                 return found
             if name in _BY_ROW and not any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
                 dim = _dim_of(name, args, kwargs)
                 if name not in _OVER_A_DIM or (dim is not None and dim % first.ndim != first.how.dim):
                     return _leave_all(func(first.all_rows, *args[1:], **kwargs), first)
-        notice(
-            f"split: {name} is called on a value that is cut over ranks and has the rows of all of them: every rank gets its own "
-            "rows whole for that"
-        )
+        if any(value.own is None for value in rows):
+            notice(
+                f"split: {name} is called on a value that is cut over ranks and has the rows of all of them: every rank gets its own "
+                "rows whole for that"
+            )
         args, kwargs = swap((args, kwargs), OwnRowsOf, lambda value: value.gathered())
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        return first if isinstance(first, OwnRowsOf) and found is first.own else found
 
     def gathered(self, why: str = "") -> torch.Tensor:
         """The own rows, whole, by an all-to-all: no rank ever has all rows of all classes."""
-        if "_exchanged" not in self.__dict__:
+        if self.own is None:
             assert self.how.dim is not None
-            own = recut(self.all_rows, self.how.dim, self.bridge.share.cut(self.how.inner))
-            self.__dict__["_exchanged"] = self.bridge.out(own.local)
-        return cast("torch.Tensor", self.__dict__["_exchanged"])
+            # With their graph, also where only a number is looked at: a loss may follow that needs it.
+            with torch.enable_grad():
+                own = recut(self.all_rows, self.how.dim, self.bridge.share.cut(self.how.inner))
+                self.__dict__["own"] = self.bridge.out(own.local)
+        return cast("torch.Tensor", self.own)
+
+    def seen(self) -> torch.Tensor:
+        return super().seen() if self.own is None else self.own
+
+
+def lost_change(name: str, shape: tuple[int, ...]) -> str:
+    """What to say of a change in place that would be made to a copy."""
+    return (
+        f"{name} changes a {shape} value in place that is cut over ranks, while every rank has rows of its own: expected is something new made "
+        "of it, or a change that treats every row by itself, and this needs the rows whole: a copy, in which the change would be lost. Do it "
+        "inside a module that is built under split (it is given all rows), or without a change in place (torch.where, a new tensor)"
+    )
 
 
 def own_rows_of(value: SplitTensor, bridge: RowBridge, how: Batched) -> OwnRowsOf:

@@ -91,7 +91,8 @@ class SplitTensor(torch.Tensor):
                     f"a sum of shape {tuple(self.global_shape)} has a term that was changed in place before anybody asked for "
                     "the sum: make that change out of place (x = x + y instead of x += y)"
                 )
-            found = self.cell.sum if self.extra is None else self.cell.sum + self.extra
+            with torch.enable_grad():  # see `gathered`
+                found = self.cell.sum if self.extra is None else self.cell.sum + self.extra
             self.__dict__["_total"] = found
         return found
 
@@ -130,7 +131,9 @@ class SplitTensor(torch.Tensor):
         if self.is_partial:
             if self.cell.sum is None:
                 ranks.note("all-reduce", nbytes(self.local), why or "partial sums become whole")
-                self.cell.hold(Reduce.apply(self.local, ranks, self.cell.fresh))
+                # Whoever asks first may do so without grad mode (a statistic, a target), and others read the same sum after it.
+                with torch.enable_grad():
+                    self.cell.hold(Reduce.apply(self.local, ranks, self.cell.fresh))
             return cast("torch.Tensor", self.total)
         ranks.note("all-gather", self.numel() * self.element_size(), why or "a cut value becomes whole")
         return cast("torch.Tensor", Gather.apply(self.local, ranks, self.place, self.cut))
@@ -232,6 +235,8 @@ def partial(
             _torch.no_tensor_subclass()
         ):  # added later, maybe outside of the part, where it would be asked who computes with it
             extra = extra.view_as(extra)
+    if extra is not None and extra.requires_grad and not torch.is_grad_enabled():
+        extra = extra.detach()  # added later, maybe in grad mode
     made = shard(local, PARTIAL, None, ranks, cell=cell or Cell(fresh), extra=extra)
     if extra is not None:
         made.__dict__["extra_version"] = _version(extra)

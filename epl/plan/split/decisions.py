@@ -79,7 +79,7 @@ class Decisions:
             raise HeadsError(axis, count, self.ways)
         if count < self.ways:
             raise SplitError(
-                f"{axis}: {count} features (or rows, or channels) cannot be divided over {self.ways} ranks: give every rank at "
+                f"{axis}: {count} features (or rows, channels, experts) cannot be divided over {self.ways} ranks: give every rank at "
                 f"least one, with epl.split({count}) or fewer"
             )
 

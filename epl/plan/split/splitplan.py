@@ -80,7 +80,11 @@ class SplitPlan:
 
     def only(self, names: Collection[str]) -> SplitPlan:
         """The plan with these parameters alone."""
-        return replace(self, choices={name: choice for name, choice in self.choices.items() if name in names})
+        return replace(
+            self,
+            shapes={name: shape for name, shape in self.shapes.items() if name in names},
+            choices={name: choice for name, choice in self.choices.items() if name in names},
+        )
 
     def bytes_sent(self) -> int:
         """What one forward and backward hands to collectives."""

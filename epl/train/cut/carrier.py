@@ -54,6 +54,8 @@ class StageCarrier:
         self._peers, self._transport, self._gradients, self._on_rows = peers, transport, gradients, on_rows
         self.ranks, self.home = peers.ranks, peers.ranks[peers.home]
         self.is_home = peers.index == peers.home
+        self.ends_split = place.at_lanes is not None
+        self.at_end = self.is_home or (self.ends_split and place.num_stages - 1 in place.stages)
         self.rows = 0
         """Of the batch that the loop is at, for the other replicas to know."""
         self.padded = False
@@ -78,13 +80,14 @@ class StageCarrier:
     # ---- with the other ranks --------------------------------------------------------------------------------------
 
     def refuses(self, calls: Sequence[Call]) -> str:
-        """Calls of one model with real inputs can always share a schedule."""
+        if not self.place.lanes.is_plain and len({call.sizes for call in calls}) > 1:
+            return "model calls in one loss have different numbers of rows, and a stage has several ranks, among which rows are counted"
         return ""
 
-    def agree(self, kind: str, bits: int, ask: bool = False) -> bool:
-        rows, asked = self._peers.agree(kind, bits, self.rows, ask)
+    def agree(self, kind: str, bits: int, flags: int = 0) -> int:
+        rows, union = self._peers.agree(kind, bits, self.rows, flags)
         self._on_rows(rows)
-        return asked
+        return union
 
     def share(self, values: list[torch.Tensor] | None, specs: list[Spec]) -> list[torch.Tensor]:
         return self._peers.share(values, specs)
@@ -119,25 +122,26 @@ class StageCarrier:
                 part if part.numel() == 1 and seed is None else (part * seed).sum() if seed is not None else part.sum()
             )
 
-        # Logits of a split head stay cut where every rank computes the loss; elsewhere only home does.
-        work = Work(calls, self.place.home_stage, share, takes_cut=len(self.ranks) == 1)
-        self._run("train", work, self._stages(work), self._gradients.reducers())
+        place = self._place(loss.together)
+        # Logits of a split head stay cut where all of its ranks compute the loss; elsewhere only home does.
+        work = Work(calls, place.home_stage, share, takes_cut=loss.together or len(self.ranks) == 1)
+        self._run("train", work, self._stages(work, place), self._gradients.reducers(), place=place)
         self._collect_input_gradients(calls)
 
-    def forward_all(self, call: Call, keep: bool) -> list[torch.Tensor] | None:
-        own = _own(call)
+    def forward_all(self, call: Call, keep: bool, at_lanes: bool = False) -> list[torch.Tensor] | None:
+        own, place = _own(call), self._place(at_lanes)
         values: dict[int, list[torch.Tensor]] = {}
 
         def note(micro_batch: int, frontiers: list[list[torch.Tensor]]) -> None:
             values[micro_batch] = frontiers[0]
 
-        work = Work([own], self.place.home_stage, note)
-        kept = _Kept(work, self._stages(work), values)
+        work = Work([own], place.home_stage, note, takes_cut=at_lanes)
+        kept = _Kept(work, self._stages(work, place), values)
         with torch.set_grad_enabled(keep):
-            self._run("forward", work, kept.stages, {}, keeps=keep)
+            self._run("forward", work, kept.stages, {}, keeps=keep, place=place)
         if keep:
             self._kept[own] = kept
-        if not self.is_home:
+        if not (self.at_end if at_lanes else self.is_home):
             return None
         parts = [[t.detach() for t in values[m]] for m in range(own.slots)]
         return [own.join(n, [part[n] for part in parts]) for n in range(len(own.kinds))]
@@ -165,8 +169,14 @@ class StageCarrier:
 
     # ---- the engine ------------------------------------------------------------------------------------------------
 
-    def _stages(self, work: Work) -> dict[int, Stage]:
-        return {index: WorkStage(index, work) for index in self.place.stages}
+    def _place(self, at_lanes: bool) -> StagePlace:
+        """Where the stages are; `at_lanes`: without a home of its own after the last."""
+        place = self.place.at_lanes if at_lanes else self.place
+        assert place is not None
+        return place
+
+    def _stages(self, work: Work, place: StagePlace) -> dict[int, Stage]:
+        return {index: WorkStage(index, work) for index in place.stages}
 
     def _run(
         self,
@@ -175,14 +185,16 @@ class StageCarrier:
         stages: Mapping[int, Stage],
         reducers: Mapping[int, StageReducer],
         keeps: bool = False,
+        place: StagePlace | None = None,
     ) -> None:
+        """`place`: where the stages are, if not at `self.place`."""
+        place = place or self.place
         slots = work.calls[0].slots
-        key = (kind == "train" or keeps or kind == "backward", *(call.layout.signature for call in work.calls))
-        executor = Executor(
-            stages, self.place.num_devices, self._transport, reducers=reducers, mailbox=self._mailbox(key, work)
-        )
+        key = (kind == "train" or keeps or kind == "backward", place, *(call.layout.signature for call in work.calls))
+        mailbox = self._mailbox(key, work, place)
+        executor = Executor(stages, place.num_devices, self._transport, reducers=reducers, mailbox=mailbox)
         executor.record = self.events is not None
-        program = self._program(kind, slots, work, keeps)
+        program = self._program(kind, slots, work, keeps, place)
         grad = kind != "forward" or keeps
         settings = {call.settings: call.settings.now() for call in work.calls}
         try:
@@ -201,28 +213,30 @@ class StageCarrier:
             for call in work.calls:
                 call.warn_of_values_left()
 
-    def _program(self, kind: ScheduleKind, slots: int, work: Work, keeps: bool) -> Program:
+    def _program(self, kind: ScheduleKind, slots: int, work: Work, keeps: bool, place: StagePlace) -> Program:
         layouts = work.layouts
-        key = (kind, slots, keeps, tuple((edge, tuple(each)) for edge, each in layouts.items()))
+        key = (kind, slots, keeps, place, tuple((edge, tuple(each)) for edge, each in layouts.items()))
         if key not in self._programs:
-            schedule = self.place.schedule(kind, slots, list(layouts), layouts)
-            self._programs[key] = Program.of(schedule, self.place.device, keeps=keeps, stages=self.place.stages)
+            schedule = place.schedule(kind, slots, list(layouts), layouts)
+            self._programs[key] = Program.of(schedule, place.device, keeps=keeps, stages=place.stages)
         return self._programs[key]
 
-    def _mailbox(self, key: object, work: Work) -> Mailbox | Bridge:
+    def _mailbox(self, key: object, work: Work, place: StagePlace) -> Mailbox | Bridge:
         """One for each signature: both ends of an edge remember the forms of what travelled last."""
         mailbox = self._mailboxes.pop(key, None)
         if mailbox is None:
-            mailbox = make_mailbox(self._transport, self.place.lanes, work.calls[0].sizes, work.layouts)
+            mailbox = make_mailbox(self._transport, place.lanes, work.calls[0].sizes, work.layouts)
         self._mailboxes[key] = mailbox
         while len(self._mailboxes) > _MAILBOXES:
             del self._mailboxes[next(iter(self._mailboxes))]
         return mailbox
 
     def _collect_input_gradients(self, calls: Sequence[ModelCall]) -> None:
-        """Every stage that uses an input adds to its gradient."""
+        """Every stage that uses an input adds to its gradient; of lanes that all have the whole of it the first one does."""
         for call in calls:
             found = call.take_input_gradients()
+            if self.place.lanes.is_copy:
+                found = [t if t is None else torch.zeros_like(t) for t in found]
             wanted = [n for n, t in enumerate(found) if t is not None]
             if wanted and self._peers.size > 1:
                 totals = self._peers.add_up([cast("torch.Tensor", found[n]) for n in wanted])

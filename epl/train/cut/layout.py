@@ -22,7 +22,8 @@ from epl.train.lazy.protocol import Kind
 class CallLayout:
     """What is the same for every call with one signature. Nodes are named by their place in the graph, alike at every size.
 
-    The values of the frontier go to `home_stage`: the last stage of the model, or one of its own after it.
+    The values of the frontier go to `home_stage`: the last stage of the model, or one of its own after it (`edges`). Where the lanes of the
+    last stage compute what follows, they go to that (`edges_to_lanes`).
     """
 
     def __init__(
@@ -40,10 +41,9 @@ class CallLayout:
         place = {node: index for index, node in enumerate(whole)}
         self.frontier = tuple(place[node] for node in recorded.frontier)
         self.kinds: tuple[Kind, ...] = tuple(self.kind_of(index) for index in self.frontier)
-        self.edges = dict(cut.edges) if home_stage < cut.num_stages else self._edges_to_home(cut, home_stage)
-        self.layouts: Mapping[Edge, tuple[Layout, ...]] = {
-            edge: tuple(self._layout(index, is_direct(edge)) for index in nodes) for edge, nodes in self.edges.items()
-        }
+        self.edges_to_lanes = dict(cut.edges)
+        self.edges = self.edges_to_lanes if home_stage < cut.num_stages else self._edges_to_home(cut, home_stage)
+        self._is_direct = is_direct
         body = {place[node] for node in recorded.body}
         self._programs = {
             (stage, size): recorded.by_size[size].program(
@@ -60,6 +60,11 @@ class CallLayout:
         if dim is not None:
             return dim
         return "coupled" if self.recorded.depends_on_batch(node) else "constant"
+
+    def layouts(self, edge: Edge, nodes: Iterable[int]) -> tuple[Layout, ...]:
+        """How each of the values that travel along an edge carries the batch."""
+        direct = self._is_direct(edge)
+        return tuple(self._layout(index, direct) for index in nodes)
 
     def _layout(self, index: int, direct: bool) -> Layout:
         if direct and self.recorded.is_flat(self._nodes[self.recorded.rows][index]):
@@ -82,7 +87,11 @@ class CallLayout:
             spec = nodes[index].meta.get("spec")
             return spec and (tuple(spec.shape), spec.dtype)
 
-        edges = [(edge, [*map(form, values)], self.layouts[edge]) for edge, values in sorted(self.edges.items())]
+        ways = [self.edges] if self.edges is self.edges_to_lanes else [self.edges, self.edges_to_lanes]
+        edges = [
+            [(edge, [*map(form, values)], self.layouts(edge, values)) for edge, values in sorted(way.items())]
+            for way in ways
+        ]
         return repr((recorded.rows, recorded.sizes, [*map(form, self.frontier)], self.kinds, edges))
 
     def averaged(self) -> list[fx.Node]:

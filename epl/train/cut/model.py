@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import fx, nn
 
 from epl import _torch
@@ -203,7 +204,8 @@ class CutModel:
             with contextlib.suppress(RecordingError), _evaluating(self.model):
                 everything = self._record(args, kwargs)
                 recorded = max(recorded, everything, key=_count_leaves)
-        self.carrier = self._placer.place(recorded)
+        with torch.inference_mode(False):  # what is made now lives on: an evaluation may come first
+            self.carrier = self._placer.place(recorded)
 
     def _layout(self, recorded: RecordedCall) -> CallLayout:
         layout = self._layouts.pop(recorded, None)

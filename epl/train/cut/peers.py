@@ -13,7 +13,8 @@ from epl.cluster.communication import Job, speaking
 from epl.errors import CommunicationError, RanksDisagreeError
 from epl.graph.spec import Spec
 
-_HASH_BITS = 40
+_HASH_BITS = 38
+_FLAGS = 3
 _ALIGN = 16
 _SHARING = "sharing values with every rank of the replica"
 
@@ -32,8 +33,8 @@ class Peers(Protocol):
     def size(self) -> int:
         """How many they are."""
 
-    def agree(self, kind: str, bits: int, rows: int, ask: bool) -> tuple[tuple[int, ...], bool]:
-        """The rows of every replica, and whether any rank of this one asks; an error on all ranks unless all are at this call,
+    def agree(self, kind: str, bits: int, rows: int, flags: int) -> tuple[tuple[int, ...], int]:
+        """The rows of every replica, and the union of the flags in this one; an error on all ranks unless all are at this call,
         those of a replica with the same rows and bits."""
 
     def share(self, values: Sequence[torch.Tensor] | None, specs: Sequence[Spec]) -> list[torch.Tensor]:
@@ -71,20 +72,24 @@ class RankPeers:
     def size(self) -> int:
         return len(self.ranks)
 
-    def agree(self, kind: str, bits: int, rows: int, ask: bool) -> tuple[tuple[int, ...], bool]:
+    def agree(self, kind: str, bits: int, rows: int, flags: int) -> tuple[tuple[int, ...], int]:
         if self._broken:
             raise CommunicationError(
                 f"{kind}: an earlier step of this model raised on rank {self._job.rank} ({self._broken}) while the other ranks of the "
                 "replica waited for it, so they cannot go on together. Mend the cause and start the job again."
             )
         word = bits & (1 << _HASH_BITS) - 1
-        everyone = self._job.meet(kind, (rows << _HASH_BITS | word) << 1 | ask).wait()
+        everyone = self._job.meet(kind, (rows << _HASH_BITS | word) << _FLAGS | flags).wait()
         said = everyone.bits
         for ranks in self._replicas:
-            if len({said[rank] >> 1 for rank in ranks}) > 1:
-                raise RanksDisagreeError(_disagreement(kind, {r: (said[r] >> 1, everyone.place(r)) for r in ranks}))
-        asked = any(said[rank] & 1 for rank in self.ranks)
-        return tuple(said[ranks[0]] >> 1 + _HASH_BITS for ranks in self._replicas), asked
+            if len({said[rank] >> _FLAGS for rank in ranks}) > 1:
+                raise RanksDisagreeError(
+                    _disagreement(kind, {r: (said[r] >> _FLAGS, everyone.place(r)) for r in ranks})
+                )
+        union = 0
+        for rank in self.ranks:
+            union |= said[rank] & (1 << _FLAGS) - 1
+        return tuple(said[ranks[0]] >> _FLAGS + _HASH_BITS for ranks in self._replicas), union
 
     def share(self, values: Sequence[torch.Tensor] | None, specs: Sequence[Spec]) -> list[torch.Tensor]:
         if self.data is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from epl.parallel.pipeline.lanes import Lanes
@@ -36,6 +37,15 @@ class StagePlace:
     def home_stage(self) -> int:
         """Where what follows the model runs: in the last stage, or, if that is wide, in a stage of its own after it."""
         return len(self.lanes.ranks) - 1
+
+    @cached_property
+    def at_lanes(self) -> StagePlace | None:
+        """The same without a stage of its own after the last, where that is split: its lanes all have all rows, and compute what follows
+        the model together."""
+        last = self.num_stages - 1
+        if self.home_stage == last or last not in self.lanes.copied:
+            return None
+        return replace(self, lanes=replace(self.lanes, ranks=self.lanes.ranks[:-1]))
 
     @property
     def stages(self) -> tuple[int, ...]:

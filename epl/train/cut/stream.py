@@ -14,16 +14,15 @@ from collections.abc import Iterator
 
 import torch
 
+from epl.parallel.split.common import generators_of
+
 
 @contextlib.contextmanager
 def own_stream(device: torch.device, *seeds: int) -> Iterator[None]:
     """Inside, torch draws from a stream with this seed; afterwards it goes on as before."""
     digest = hashlib.blake2b(repr(seeds).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     for generator in generators:
         generator.manual_seed(seed)

@@ -23,12 +23,19 @@ class Work:
     def __init__(
         self, calls: Sequence[ModelCall], home_stage: int, at_home: AtHome, *, takes_cut: bool = False
     ) -> None:
-        """`takes_cut`: home may be given values as a split part left them; all ranks of the split are home to themselves."""
+        """`takes_cut`: `at_home` is given values as a split part left them, on all ranks of the split: each is home to itself, or they are
+        the lanes of the last stage, and compute together."""
         self.calls, self._home_stage, self._at_home, self._takes_cut = calls, home_stage, at_home, takes_cut
+        self._edges = [call.layout.edges_to_lanes if takes_cut else call.layout.edges for call in calls]
+        """Of every call."""
         self.layouts: dict[Edge, tuple[Layout, ...]] = {}
         """Of every edge, how each of its values carries the batch."""
-        for edge in sorted({edge for call in calls for edge in call.layout.edges}):
-            self.layouts[edge] = tuple(each for call in calls for each in call.layout.layouts.get(edge, ()))
+        for edge in sorted({edge for edges in self._edges for edge in edges}):
+            self.layouts[edge] = tuple(
+                each
+                for call, edges in zip(calls, self._edges, strict=True)
+                for each in call.layout.layouts(edge, edges.get(edge, ()))
+            )
 
     def forward(
         self, stage: int, received: Mapping[int, object], micro_batch: int
@@ -37,9 +44,9 @@ class Work:
         arrived = {maker: iter(cast("tuple[torch.Tensor, ...]", values)) for maker, values in received.items()}
         outputs: dict[int, list[torch.Tensor]] = {user: [] for maker, user in self.layouts if maker == stage}
         frontiers = []
-        for call in self.calls:
-            values = call.run(stage, micro_batch, _incoming(call, stage, arrived))
-            for (maker, user), nodes in call.layout.edges.items():
+        for call, edges in zip(self.calls, self._edges, strict=True):
+            values = call.run(stage, micro_batch, _incoming(edges, stage, arrived))
+            for (maker, user), nodes in edges.items():
                 if maker == stage:
                     outputs[user] += [values[node] for node in nodes]
             if stage == self._home_stage:
@@ -49,13 +56,10 @@ class Work:
         return {user: tuple(made) for user, made in outputs.items()}, loss
 
 
-def _incoming(call: ModelCall, stage: int, arrived: Mapping[int, Iterator[torch.Tensor]]) -> dict[int, torch.Tensor]:
-    return {
-        node: next(arrived[maker])
-        for (maker, user), nodes in call.layout.edges.items()
-        if user == stage
-        for node in nodes
-    }
+def _incoming(
+    edges: Mapping[Edge, tuple[int, ...]], stage: int, arrived: Mapping[int, Iterator[torch.Tensor]]
+) -> dict[int, torch.Tensor]:
+    return {node: next(arrived[maker]) for (maker, user), nodes in edges.items() if user == stage for node in nodes}
 
 
 class WorkStage(Stage):

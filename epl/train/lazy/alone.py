@@ -16,7 +16,7 @@ from epl.train.lazy.foreign import foreign_parameters, refuse
 from epl.train.lazy.meeting import asks, meet
 from epl.train.lazy.node import Node, foreign, reached_by_gradient, topological
 from epl.train.lazy.outer import leaves_behind, outer_tensors
-from epl.train.lazy.terms import Terms, recall, tell
+from epl.train.lazy.terms import Terms, differentiate_at_lanes, recall, tell
 
 if TYPE_CHECKING:
     from epl.train.lazy.protocol import Carrier
@@ -52,7 +52,11 @@ def differentiate_alone(
     carriers = _carriers_behind([root], doing)
     asks(carriers[0], [root])
     meet(carriers[0], "backward from a term over parameters", [], gradient is None, retain)
-    torch.autograd.backward([Terms(carriers, [root]).values[root]], [gradient], retain_graph=retain)
+    terms = Terms(carriers, [root])
+    torch.autograd.backward([terms.values[root]], [gradient], retain_graph=retain)
+    own = differentiate_at_lanes(carriers[0], terms)
+    if own:
+        torch.autograd.backward(list(own), list(own.values()))
     return []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,13 +196,7 @@ def _on_like(func: Function, args: Args, kwargs: Named) -> Any:
 
 
 def _on_l1_loss(func: Function, args: Args, kwargs: Named) -> Any:
-    """torch 2.13 forgets `weight` on the way from F.l1_loss to __torch_function__: it is fetched from the caller's frame."""
-    frame = sys._getframe(1)
-    while frame.f_code is not F.l1_loss.__code__:
-        if frame.f_back is None:
-            return record(func, args, kwargs)
-        frame = frame.f_back
-    weight = frame.f_locals.get("weight")
+    weight = _torch.weight_of_l1_loss()
     return record(func, args, kwargs if weight is None else {**kwargs, "weight": weight})
 
 
@@ -224,7 +217,8 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
 
 
 def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    value = node_of(tensor).value
+    node = node_of(tensor)
+    value = None if node.at_lanes else node.value
     return value.grad if isinstance(value, torch.Tensor) and (value.is_leaf or value.retains_grad) else None
 
 

@@ -98,6 +98,12 @@ def become_lane(parameter: nn.Parameter, lanes: Sequence[int], owner: int, name:
     _torch.allow_foreach(LaneParameter)
 
 
+def ranks_of(parameter: nn.Parameter) -> SplitRanks:
+    """Who has its blocks, of one that is cut."""
+    assert isinstance(parameter, LaneParameter)
+    return parameter.epl_ranks
+
+
 def become_single(parameter: nn.Parameter) -> None:
     """Undo `become_lane`: a plain parameter again, of which the numbers here are what they are."""
     if isinstance(parameter, LaneParameter):

@@ -7,10 +7,15 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from epl.graph.spec import Spec
 from epl.train.lazy.node import Node
 
 if TYPE_CHECKING:
     from epl.train.lazy.tensor import LazyTensor
+
+
+PUSHED_BYTES = 4096
+"""Values up to this size reach every rank at the end of backward; larger ones travel only if all ranks read them."""
 
 
 class _Live(threading.local):
@@ -32,3 +37,8 @@ def enter(tensor: LazyTensor) -> None:
 def live_nodes() -> list[Node]:
     """The nodes of all of them, in the order in which the tensors were made."""
     return list(dict.fromkeys(tensor.epl_node for _, tensor in sorted(_live.tensors.items())))
+
+
+def is_small(node: Node) -> bool:
+    """Whether its value comes to every rank by itself."""
+    return isinstance(node.spec, Spec) and node.spec.nbytes <= PUSHED_BYTES

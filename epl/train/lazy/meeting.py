@@ -12,11 +12,23 @@ from epl.train.lazy.node import Node, foreign, topological
 if TYPE_CHECKING:
     from epl.train.lazy.protocol import Carrier
 
+ASKS = 1
+"""Home needs numbers of parameters that live elsewhere."""
+HOLDS_OUTPUTS = 2
+"""The loop still holds outputs of the model, or what it has written down of them."""
+WAITS_FOR_LANES = 4
+"""The loop holds something that is not computed, of values that the lanes of a split stage have parts of."""
+
 
 def meet(carrier: Carrier, kind: str, nodes: Sequence[Node], *words: object, ask: bool = False) -> bool:
     """Whether any rank asks; raises unless all ranks have recorded the same and are about to do the same with it."""
+    return bool(meet_with_flags(carrier, kind, nodes, *words, flags=ASKS * ask) & ASKS)
+
+
+def meet_with_flags(carrier: Carrier, kind: str, nodes: Sequence[Node], *words: object, flags: int) -> int:
+    """What holds on any rank of the replica; raises as `meet` does."""
     text = f"{journal(carrier).checksum} {[node.number for node in nodes]} {words}"
-    return carrier.agree(kind, zlib.crc32(text.encode()), ask)
+    return carrier.agree(kind, zlib.crc32(text.encode()), flags)
 
 
 def carriers_of(nodes: Iterable[Node]) -> list[Carrier]:

@@ -4,9 +4,10 @@ Every rank of a replica runs the loop and makes the same nodes; one of them, *ho
 
     recorded        done is False                         nobody has computed it
     at home         done, not everywhere                  home has `value`; the others know its spec and that it is computed
+    at the lanes    done and at_lanes                     every rank that splits the last stage has its part of `value`
     everywhere      done and everywhere                   every rank has `value`, and may use it alone
 
-`done`, `everywhere`, `graph` and `spent` are alike on all ranks, and decisions look at nothing else; `value` is not.
+`done`, `at_lanes`, `everywhere`, `graph` and `spent` are alike on all ranks, and decisions look at nothing else; `value` is not.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Node:
         "__weakref__",
         "args",
         "as_of",
+        "at_lanes",
         "carrier",
         "changed",
         "context",
@@ -77,7 +79,7 @@ class Node:
         self.carrier: Carrier | None
         """Whose home has the value; None if no model call is under it (an expression over another rank's parameters)."""
         self.carrier, self.several_homes = _carrier(func, args, self.parents)
-        self.done = self.everywhere = self.spent = self.viewed = False
+        self.done = self.at_lanes = self.everywhere = self.spent = self.viewed = False
         self.has_effects = False
         """Whether it draws random numbers or writes into a real tensor: every rank must run it."""
         self.changed = False

@@ -65,11 +65,13 @@ class ScheduledLoss(Protocol):
 
     calls: list[Call]
     """The calls whose bodies run, in the order they were made: of this carrier, state "new", as many micro batches each."""
+    together: bool
+    """Whether all lanes of the last stage compute it, each on its part of the frontier values; alike on every rank."""
     reached: frozenset[Node]
     """The frontier values whose gradient the loss needs, alike on every rank. The others may be handed over detached."""
 
     def share(self, m: int, outputs: Mapping[Node, torch.Tensor]) -> torch.Tensor:
-        """Micro batch m's part of the loss, at home, once for each m, in the order the schedule pleases.
+        """Micro batch m's part of the loss, at home (or at all lanes), once for each m, in the order the schedule pleases.
 
         `outputs` has every frontier value of every call, for this micro batch: as the body gave it, neither scaled nor joined.
         The caller then runs `torch.autograd.backward([part], [loss.seed(m)])` (accumulating: other leaves that only the loss
@@ -89,6 +91,10 @@ class Carrier(Protocol):
     home: int
     """The global rank that computes recorded code: it has the last stage."""
     is_home: bool
+    ends_split: bool
+    """Whether the last stage is split over ranks, its *lanes*: home is one of them, and they can compute a scheduled loss together."""
+    at_end: bool
+    """Whether this rank is home, or splits the last stage with home."""
     parameters: Mapping[str, nn.Parameter]
     """Every parameter of the model by name, as the loop holds it: real on a rank that owns it, a `ForeignParameter` elsewhere.
     Tied ones are the same object. Same names on every rank."""
@@ -96,14 +102,16 @@ class Carrier(Protocol):
     def refuses(self, calls: Sequence[Call]) -> str:
         """Why these calls cannot be trained in one schedule, "" if they can; no communication, alike on every rank."""
 
-    def agree(self, kind: str, bits: int, ask: bool = False) -> bool:
-        """Whether any rank asks; raises on every rank unless all make this call, of one kind, with the same 64 bits.
+    def agree(self, kind: str, bits: int, flags: int = 0) -> int:
+        """The union of all ranks' flags (three bits); raises on every rank unless all make this call, of one kind, with the same 64 bits.
 
         Called before anybody waits for anybody. `kind` is text for people: "reading a value", "loss.backward()".
         """
 
-    def forward_all(self, call: Call, keep: bool) -> list[torch.Tensor] | None:
+    def forward_all(self, call: Call, keep: bool, at_lanes: bool = False) -> list[torch.Tensor] | None:
         """Run every micro batch's forward. At home: the frontier values of the whole batch, detached; elsewhere None.
+
+        `at_lanes`: all lanes of the last stage have them, as that has left them, maybe cut; only if it is split, and without `keep`.
 
         Joined along the batch dim; "coupled": the mean of the micro batches' values, weighted by rows; "constant": the first
         one's. With `keep` the graphs are kept for `backward_all`; without, bodies run without grad mode.

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from epl.graph.spec import Spec
 from epl.train.lazy.alone import ask
 from epl.train.lazy.foreign import refuse_foreign
-from epl.train.lazy.live import live_nodes
-from epl.train.lazy.meeting import asks, carriers_of, meet
+from epl.train.lazy.lanes import bring_home, waits_for_lanes
+from epl.train.lazy.live import is_small, live_nodes
+from epl.train.lazy.meeting import ASKS, WAITS_FOR_LANES, asks, carriers_of, meet, meet_with_flags
 from epl.train.lazy.node import Node, foreign, home_of, output_of, topological
 from epl.train.lazy.terms import is_told, recall, tell
 from epl.train.lazy.whole import compute, share_values
 
 if TYPE_CHECKING:
     from epl.train.lazy.protocol import Call, Carrier
-
-PUSHED_BYTES = 4096
-"""Values up to this size reach every rank at the end of backward; larger ones travel only if all ranks read them."""
 
 
 def read(nodes: Sequence[Node], doing: str) -> list[torch.Tensor]:
@@ -67,16 +64,48 @@ def bring_everywhere(nodes: Sequence[Node], doing: str) -> None:
     share_values([n for n in wanted if not n.everywhere])
 
 
-def settle_live(carrier: Carrier, asked: Sequence[Carrier] = ()) -> None:
+def gather_at_home(nodes: Sequence[Node], doing: str) -> None:
+    """What the lanes have in parts, home has whole."""
+    carrier = carriers_of(nodes)[0]
+    meet(carrier, f"gathering a value ({doing})", nodes)
+    bring_home(nodes)
+
+
+def uncomputed_at_lanes(carrier: Carrier, outputs: Collection[Node] = (), known: Collection[Node] = ()) -> list[Node]:
+    """What the loop holds that is made of values at the lanes of these ranks, and not computed yet. `outputs` will be there, too; what is
+    made of `known` values only is not counted."""
+    if not carrier.ends_split:
+        return []
+    own = (n for n in live_nodes() if n.carrier is not None and home_of(n.carrier) == home_of(carrier))
+    return [n for n in own if waits_for_lanes(n, outputs, known)]
+
+
+def settle_at_lanes(carrier: Carrier) -> None:
+    """What the loop holds of values at the lanes is computed there; all ranks of the replica call it together.
+
+    Each rank says what it still holds: lanes wait for each other inside an operation, so only what all of them hold is computed.
+    """
+    waiting = {n.number: n for n in uncomputed_at_lanes(carrier) if _is_ready(n)}
+    held: list[Any] = carrier.exchange(list(waiting))
+    everyones = set(waiting).intersection(*held)
+    nodes = [n for number, n in sorted(waiting.items()) if number in everyones]
+    compute(nodes, "", asked=False)
+    bring_home(n for n in nodes if is_small(n))
+
+
+def settle_live(carrier: Carrier, asked: Sequence[Carrier] = (), *, at_lanes: bool = False) -> None:
     """What the loop recorded before backward is computed now, so that nothing refers to the finished step any more; small values
     go to every rank, so that `if rank == 0: print(loss.item())` needs no partner.
 
     `asked`: of the models with a term over parameters in the loss; what the loop still holds of such terms is asked for, too.
+    `at_lanes`: all ranks know that some of them holds what the lanes have to compute.
     """
     live = live_nodes()
     if asked:
         tell(asked, [n for n in live if _is_term(n) and recall(n) is None])
-    ready = [n for n in live if not n.done and n.carrier is not None and _is_ready(n)]
+    if at_lanes:
+        settle_at_lanes(carrier)
+    ready = [n for n in live if not n.done and n.carrier is not None and not waits_for_lanes(n) and _is_ready(n)]
     if ready:
         compute(sorted(ready, key=lambda n: n.serial), "", asked=False)
     pushed: list[tuple[int, torch.Tensor]] | None = None
@@ -103,18 +132,29 @@ def _is_ready(node: Node) -> bool:
 
 
 def _is_term(node: Node) -> bool:
-    small = isinstance(node.spec, Spec) and node.spec.nbytes <= PUSHED_BYTES
-    return small and not node.done and node.carrier is None
+    return is_small(node) and not node.done and node.carrier is None
 
 
 def _is_pushed(node: Node, carrier: Carrier) -> bool:
-    if not node.done or node.everywhere or node.carrier is None or home_of(node.carrier) != home_of(carrier):
+    if (
+        not node.done
+        or node.everywhere
+        or node.at_lanes
+        or node.carrier is None
+        or home_of(node.carrier) != home_of(carrier)
+    ):
         return False
-    return isinstance(node.value, torch.Tensor) and node.value.nbytes <= PUSHED_BYTES
+    return isinstance(node.value, torch.Tensor) and is_small(node)
 
 
 def run_forward(call: Call) -> None:
     """Run a call under no_grad at once: batch norm may learn, and hooks may look on. All ranks call it together."""
     nodes: list[Any] = list(call.nodes)
-    asked = meet(call.carrier, "model(x) without gradients", nodes, ask=asks(call.carrier, nodes))
-    compute(nodes, "", asked=asked)
+    carrier = call.carrier
+    # Hits that an evaluation counts for later must not keep the logits of every batch.
+    waits = bool(uncomputed_at_lanes(carrier))
+    flags = ASKS * asks(carrier, nodes) | WAITS_FOR_LANES * waits
+    found = meet_with_flags(carrier, "model(x) without gradients", nodes, flags=flags)
+    if found & WAITS_FOR_LANES:
+        settle_at_lanes(carrier)
+    compute(nodes, "", asked=bool(found & ASKS))

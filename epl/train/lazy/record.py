@@ -19,7 +19,7 @@ from epl.train.lazy.infer import Inferred, NeedsDataError, infer
 from epl.train.lazy.live import live_nodes
 from epl.train.lazy.meeting import asks, meet
 from epl.train.lazy.node import Node, home_of, name_of, topological
-from epl.train.lazy.read import bring_everywhere, read
+from epl.train.lazy.read import bring_everywhere, gather_at_home, read
 from epl.train.lazy.tensor import LazyTensor
 from epl.train.lazy.whole import compute, finish_node
 from epl.train.separate.operations import copy_then, pick, rows_where
@@ -38,7 +38,9 @@ def record(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return run_for_real(func, args, kwargs, f"writing into a real tensor ({name_of(func)})")
     nodes = [node_of(t) for t in leaves_of((args, kwargs), LAZY)]
     _check_wrappers(args, kwargs)
-    if all(node.done for node in nodes):
+    if any(node.at_lanes for node in nodes) and in_place:
+        gather_at_home([node for node in nodes if node.at_lanes], name_of(func))
+    if all(node.done and not node.at_lanes for node in nodes):
         return _run_now(func, args, kwargs, nodes)
     if in_place:
         return _record_in_place(func, args, kwargs)

@@ -1,4 +1,7 @@
-"""The loss while a schedule runs: each micro batch's share of it, at home, and what is kept of the values."""
+"""The loss while a schedule runs: each micro batch's share of it, at home, and what is kept of the values.
+
+Where the last stage is split, its lanes compute it together, each on its part of the outputs (`lanes.py`): logits are never gathered.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import torch
 from epl.graph.context import Context
 from epl.graph.spec import swap
 from epl.parallel.split.value import SplitTensor, whole
+from epl.train.lazy.lanes import LossAtLanes, bring_home
+from epl.train.lazy.live import is_small
 from epl.train.lazy.node import Node, output_of, reached_by_gradient
 from epl.train.lazy.program import Recorded, Structure
 from epl.train.lazy.terms import Terms
@@ -30,7 +35,9 @@ class LossOverSchedule:
         live: Iterable[Node],
         terms: Terms | None,
         is_home: bool,
+        lanes: LossAtLanes | None,
     ) -> None:
+        """`lanes`: of a split last stage, if they compute it together."""
         self._recorded, self._structure = recorded, structure
         self._pieces = structure.verdict.pieces
         self.calls = sorted(recorded.calls, key=lambda call: call.nodes[0].serial)
@@ -42,11 +49,18 @@ class LossOverSchedule:
         self._slots = recorded.program.slots
         self._kept: dict[Node, list[torch.Tensor | None]] = {}
         self._for_the_check: set[Node] = set()
-        if is_home:
+        self.together, self._lanes, self._is_home = lanes is not None, lanes, is_home
+        if lanes is not None:
+            if lanes.here:
+                outputs = [node for call in self.calls for node in call.nodes] if lanes.keep_outputs else []
+                self._kept = {node: [None] * self._slots for node in [*lanes.known, *outputs]}
+        elif is_home:
             keep = self._wanted_later(live)
             if not structure.checked[0]:
                 self._for_the_check = {node for call in self.calls for node in call.nodes} - keep
-            self._kept = {node: [None] * self._slots for node in keep | self._for_the_check}
+            # In one order: what is cut is gathered as it is kept, and ranks wait for each other in that.
+            kept = sorted(keep | self._for_the_check, key=lambda node: node.serial)
+            self._kept = {node: [None] * self._slots for node in kept}
         self._bind(terms)
 
     # ---- before the schedule ---------------------------------------------------------------------------------------
@@ -108,9 +122,14 @@ class LossOverSchedule:
                 # Ranks with rows of their own check a structure each when it is new to them: none may wait for others then.
                 if node in self._for_the_check and isinstance(value, SplitTensor) and not value.is_common:
                     continue
-                parts[m] = whole(value).detach()
+                parts[m] = (value if self._stays_cut(node, value) else whole(value)).detach()
         part: torch.Tensor = whole(values[-1])
         return part
+
+    def _stays_cut(self, node: Node, value: torch.Tensor) -> bool:
+        """Whether a kept value is left as a split part has left it: logits that the loop may never look at again."""
+        is_cut = isinstance(value, SplitTensor) and value.is_common
+        return is_cut and node.func is output_of and node is not self.root and not is_small(node)
 
     def _run(self, m: int, outputs: Mapping[Node, torch.Tensor], givens: list[Any], overs: list[Any]) -> list[Any]:
         """Every entry's value for micro batch m."""
@@ -136,7 +155,10 @@ class LossOverSchedule:
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The schedule has run: kept values are whole, the calls are done, and nothing of the graph is left."""
+        """The schedule has run: kept values are joined, the calls are done, and nothing of the graph is left."""
+        if self._lanes is not None:
+            self._settle_at_lanes(self._lanes)
+            return
         unknown = {node for node, parts in self._kept.items() if any(part is None for part in parts)}
         if self._kept and not self._structure.checked[0] and not unknown:
             self._check()
@@ -151,6 +173,21 @@ class LossOverSchedule:
             else:
                 continue  # computed when it is wanted, from the outputs that were kept
             node.spent = node.requires_grad
+        for call in self.calls:
+            call.state = "done"
+
+    def _settle_at_lanes(self, lanes: LossAtLanes) -> None:
+        """What is small is at home, as ever; each lane has its part of the outputs. The first value of a new structure is not checked: it
+        would be computed of parts too, on lanes that may have checked it before."""
+        outputs = [node for call in self.calls for node in call.nodes]
+        for node in [*lanes.known, *outputs]:
+            if node.done:
+                continue
+            is_output = node.func is output_of
+            here = node in self._kept and (is_output or self._is_home)
+            node.settle(self._joined(node) if here else None)
+            node.at_lanes, node.spent = is_output and lanes.keep_outputs, node.requires_grad
+        bring_home(node for node in outputs if is_small(node))
         for call in self.calls:
             call.state = "done"
 

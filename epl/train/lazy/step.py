@@ -9,16 +9,19 @@ import torch
 from torch import nn
 
 from epl.errors import LazyValueError, NotBuiltError
+from epl.plan.split.layout import ParameterLayout, layout_of
 from epl.train.lazy.alone import differentiate_alone
 from epl.train.lazy.backward import Pass
 from epl.train.lazy.everywhere import CREATE_GRAPH, SECOND_TIME, anchor_of, stands_behind
 from epl.train.lazy.foreign import ForeignParameter
-from epl.train.lazy.live import live_nodes
-from epl.train.lazy.meeting import asks, carriers_of, meet
-from epl.train.lazy.node import Node, reached_by_gradient, topological
+from epl.train.lazy.lane import LaneParameter
+from epl.train.lazy.lanes import LossAtLanes, bring_home
+from epl.train.lazy.live import is_small, live_nodes
+from epl.train.lazy.meeting import ASKS, HOLDS_OUTPUTS, WAITS_FOR_LANES, asks, carriers_of, meet_with_flags
+from epl.train.lazy.node import Node, output_of, reached_by_gradient, topological
 from epl.train.lazy.outer import graph_nodes
 from epl.train.lazy.program import Recorded, Structure, depends_on, structure_of, write_down
-from epl.train.lazy.read import bring_everywhere, settle_live
+from epl.train.lazy.read import bring_everywhere, settle_live, uncomputed_at_lanes
 from epl.train.lazy.scheduled import LossOverSchedule
 from epl.train.lazy.terms import Terms
 from epl.train.lazy.whole import (
@@ -28,7 +31,7 @@ from epl.train.lazy.whole import (
     needs_everyone,
     remember_terms,
 )
-from epl.train.separate.state import CONST
+from epl.train.separate.state import CONST, Rows
 
 if TYPE_CHECKING:
     from epl.train.lazy.protocol import Call, Carrier
@@ -95,12 +98,17 @@ def _explicitly(
         len(choice.forward_only),
         p.shapes(),
     )
-    p.asked = meet(home, kind, [root], *words, ask=asks(home, [root]) or p.sees_terms([root]))
+    known = _known_at_lanes(choice)
+    at_work = choice.scheduled[0].calls[0].carrier if choice.scheduled is not None else home
+    flags = ASKS * (asks(home, [root]) or p.sees_terms([root])) | _held_at_lanes(at_work, choice, known)
+    found = meet_with_flags(home, kind, [root], *words, flags=flags)
+    p.asked = bool(found & ASKS)
     if choice.first:
         why = "a model's output goes into a model, or is used detached first"
         compute(choice.first, why, asked=p.asked, forward_only=choice.forward_only)
     if choice.scheduled is not None:
-        _in_schedule(p, gradient, *choice.scheduled)
+        lanes = LossAtLanes(at_work.at_end, known, bool(found & HOLDS_OUTPUTS)) if known else None
+        _in_schedule(p, gradient, *choice.scheduled, lanes)
     else:
         if not root.done or p.asked:  # home may have to ask, even if this rank has nothing left to compute
             compute([root], choice.why, asked=p.asked)
@@ -109,12 +117,17 @@ def _explicitly(
         seed = torch.ones_like(root.value) if gradient is None and root.value is not None else gradient
         p.walk([(root, seed)])
     targets, own = p.finish()
-    settle_live(home, carriers if p.asked else ())
+    settle_live(at_work, carriers if p.asked else (), at_lanes=bool(found & WAITS_FOR_LANES))
     return [] if wanted is None else _collect(wanted, carriers, targets, own)
 
 
-def _in_schedule(p: Pass, gradient: torch.Tensor | None, recorded: Recorded, structure: Structure) -> None:
-    """The schedule runs with the loss at home; what the loss was made from beside the calls is differentiated afterwards."""
+def _in_schedule(
+    p: Pass, gradient: torch.Tensor | None, recorded: Recorded, structure: Structure, lanes: LossAtLanes | None
+) -> None:
+    """The schedule runs with the loss at home, or at the lanes; what it was made from beside the calls is differentiated afterwards."""
+    here = p.home.is_home if lanes is None else lanes.here
+    if lanes is None:
+        bring_home(given for given in recorded.givens if isinstance(given, Node))
     for node in recorded.nodes:
         node.check_versions()
     for call in recorded.calls:
@@ -123,9 +136,9 @@ def _in_schedule(p: Pass, gradient: torch.Tensor | None, recorded: Recorded, str
     terms = None
     if p.asked:
         constants = [g for g in recorded.givens if isinstance(g, Node) and g.carrier is None and not g.done]
-        terms = Terms(p.carriers, constants if p.home.is_home else [])
+        terms = Terms(p.carriers, constants if here else [])
         remember_terms(constants, terms)
-    loss = LossOverSchedule(recorded, structure, gradient, live_nodes(), terms, p.home.is_home)
+    loss = LossOverSchedule(recorded, structure, gradient, live_nodes(), terms, p.home.is_home, lanes)
     p.sees_terms([loss.root])
     p.begin()
     loss.calls[0].carrier.train(loss)
@@ -194,6 +207,38 @@ def choose(root: Node, retain: bool) -> Choice:
     return Choice(first, forward_only, (recorded, structure), "")
 
 
+def _known_at_lanes(choice: Choice) -> list[Node]:
+    """If the lanes of a split last stage can compute the loss together, which values of it home has whole afterwards; else none.
+
+    They can unless something in it is at home alone.
+    """
+    if choice.scheduled is None:
+        return []
+    recorded, structure = choice.scheduled
+    carrier = recorded.calls[0].carrier
+    alone = (
+        g for g in recorded.givens if isinstance(g, Node) and not g.everywhere and (g.done or g.carrier is not None)
+    )
+    if not carrier.ends_split or any(not (g.at_lanes and g.carrier is carrier) for g in alone):
+        return []
+    totals = zip(recorded.nodes, structure.verdict.pieces, strict=True)
+    root = recorded.nodes[-1]
+    return [
+        node
+        for node, piece in totals
+        if node is root or (not isinstance(piece.state, Rows) and is_small(node) and node.func is not output_of)
+    ]
+
+
+def _held_at_lanes(carrier: Carrier, choice: Choice, known: Sequence[Node]) -> int:
+    """What this rank's loop holds of values that the lanes have, or will have: flags for the others to know."""
+    calls = choice.scheduled[0].calls if choice.scheduled is not None and known else []
+    outputs = {node for call in calls for node in call.nodes}
+    if uncomputed_at_lanes(carrier, outputs, known):
+        return HOLDS_OUTPUTS | WAITS_FOR_LANES
+    return HOLDS_OUTPUTS * (not outputs.isdisjoint(live_nodes()))
+
+
 def _obstacle(calls: Sequence[Call], retain: bool) -> str:
     """What keeps these calls from a common schedule, whatever the loss."""
     if retain:
@@ -239,20 +284,43 @@ def _collect(
         for i, (t, g) in enumerate(zip(wanted, found, strict=True))
         if g is not None and isinstance(t, nn.Parameter)
     }
-    return _filled(found, carriers[0], mine)
+    return _filled(found, wanted, carriers[0], mine)
+
+
+class _Block(NamedTuple):
+    """What a rank has of a gradient."""
+
+    gradient: torch.Tensor
+    layout: ParameterLayout | None
+    lane: int
+    """Which of the ranks that share a split parameter it is."""
 
 
 def _filled(
-    found: Sequence[torch.Tensor | None], carrier: Carrier, mine: Mapping[int, torch.Tensor]
+    found: Sequence[torch.Tensor | None],
+    wanted: Sequence[torch.Tensor],
+    carrier: Carrier,
+    mine: Mapping[int, torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """With what the owners of other ranks' parameters have."""
+    """With what the owners of other ranks' parameters have, put together from the blocks of those that are split."""
+    blocks = {i: _Block(g, layout_of(wanted[i]), _lane_of(wanted[i])) for i, g in mine.items()}
     result = list(found)
-    for theirs in carrier.exchange(mine):
+    arrived: dict[int, dict[int, _Block]] = {}
+    for theirs in carrier.exchange(blocks):
         assert isinstance(theirs, dict)
-        for i, gradient in theirs.items():
-            if result[i] is None:
-                result[i] = gradient
+        for i, block in theirs.items():
+            arrived.setdefault(i, {}).setdefault(block.lane, block)
+    for i, by_lane in arrived.items():
+        if result[i] is None:
+            parts = [block for _, block in sorted(by_lane.items())]
+            layout = parts[0].layout
+            joined = [part.gradient for part in parts]
+            result[i] = joined[0] if layout is None else layout.cut.join(joined, layout.dim)
     return result
+
+
+def _lane_of(parameter: torch.Tensor) -> int:
+    return parameter.epl_ranks.rank if isinstance(parameter, LaneParameter) else 0
 
 
 # ---- real tensors on every rank --------------------------------------------------------------------------------------
@@ -289,7 +357,7 @@ def _by_autograd(
                     for i, (t, g) in enumerate(zip(wanted, found, strict=True))
                     if g is not None and id(t) not in outside
                 }
-                found = _filled(found, carriers[0], mine)
+                found = _filled(found, wanted, carriers[0], mine)
     if root.carrier is not None:
         settle_live(root.carrier)
     return found

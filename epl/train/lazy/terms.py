@@ -159,10 +159,26 @@ def differentiate_at_owners(
     """The gradients of this rank's own parameters, from those of values that other ranks had asked for."""
     asked, rank = _everyones(carriers[0], [(request, gradient.detach()) for request, gradient in pairs])
     known = journal(carriers[0]).carriers
+    own = [pair for theirs in asked for pair in theirs if _is_asked(pair[0], rank, known)]
+    return _differentiate(own, known)
+
+
+def differentiate_at_lanes(carrier: Carrier, terms: Terms) -> dict[nn.Parameter, torch.Tensor]:
+    """The gradients of this rank's parameters of a split stage, where all lanes have asked for the same, and know those of the answers."""
+    known = journal(carrier).carriers
+    own = [
+        (request, leaf.grad)
+        for request, leaf in terms.fetched()
+        if leaf.grad is not None and isinstance(_first_parameter(request, known), LaneParameter)
+    ]
+    return _differentiate(own, known)
+
+
+def _differentiate(
+    pairs: Sequence[tuple[Request, torch.Tensor]], known: Sequence[weakref.ref[Carrier]]
+) -> dict[nn.Parameter, torch.Tensor]:
     found: dict[nn.Parameter, torch.Tensor] = {}
-    for request, seed in (pair for theirs in asked for pair in theirs):
-        if not _is_asked(request, rank, known):
-            continue
+    for request, seed in pairs:
         value, parameters = _run(request, known)
         wanted = [p for p in parameters if p.requires_grad]
         if not value.requires_grad:
@@ -196,10 +212,14 @@ def _is_asked(request: Request, rank: int, carriers: Sequence[weakref.ref[Carrie
     """Whether this rank computes it: the owner, and with it all lanes of a stage that is split."""
     if request.owner == rank:
         return True
+    parameter = _first_parameter(request, carriers)
+    return isinstance(parameter, LaneParameter) and request.owner in parameter.epl_lanes
+
+
+def _first_parameter(request: Request, carriers: Sequence[weakref.ref[Carrier]]) -> nn.Parameter | None:
     named = next(step for step in _program(request.program) if isinstance(step, Named))
     carrier = carriers[named.carrier]()
-    parameter = None if carrier is None else carrier.parameters[named.name]
-    return isinstance(parameter, LaneParameter) and request.owner in parameter.epl_lanes
+    return None if carrier is None else carrier.parameters[named.name]
 
 
 def _names(home: Carrier) -> dict[int, Named]:

@@ -1,6 +1,7 @@
 """Computing recorded operations on the whole batch: all forwards run, their outputs are joined, the loop's code runs on them.
 
-At home only, as a rule; in *everywhere* mode on every rank, with gradients (see `everywhere`).
+At home only, as a rule; at all lanes of a split last stage, where operands are there (see `lanes`); in *everywhere* mode on every rank,
+with gradients (see `everywhere`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from epl.graph.spec import swap
 from epl.report import log
 from epl.train.lazy.everywhere import anchor_of, needs_engine, stand_in
 from epl.train.lazy.foreign import ForeignParameter, refuse, refuse_foreign
+from epl.train.lazy.lanes import bring_home, is_for_lanes
 from epl.train.lazy.live import live_nodes
 from epl.train.lazy.meeting import carriers_of
 from epl.train.lazy.node import Graph, Node, blame, output_of, reached_by_gradient, topological
@@ -93,13 +95,14 @@ def compute(
         remember_terms(constants, terms)
     if everyone:
         share_values([p for n in recorded for p in n.parents if _is_plain(p) and not p.everywhere])
-    for node in recorded:
-        if node.func is output_of:
-            if not node.done or (everyone and node.graph == "home"):  # else it came with another output of its call
-                call = node.args[0]
-                _run_call(call, everyone, why, keep=call not in forward_only)
-        else:
-            _evaluate(node, everyone, terms)
+    with torch.inference_mode(False):  # the loop may read a value in any mode, and go on to train with others
+        for node in recorded:
+            if node.func is output_of:
+                if not node.done or (everyone and node.graph == "home"):  # else it came with another output of its call
+                    call = node.args[0]
+                    _run_call(call, everyone, why, keep=call not in forward_only)
+            else:
+                _evaluate(node, everyone, terms)
 
 
 def _constants(recorded: Sequence[Node]) -> list[Node]:
@@ -110,8 +113,11 @@ def _constants(recorded: Sequence[Node]) -> list[Node]:
 
 def _evaluate(node: Node, everyone: bool, terms: Terms | None) -> None:
     assert node.carrier is not None
+    at_lanes = not everyone and is_for_lanes(node)
+    if not at_lanes:
+        bring_home(node.parents)
     value = None
-    if everyone or node.carrier.is_home:
+    if everyone or (node.carrier.at_end if at_lanes else node.carrier.is_home):
         if node.changed:
             raise LazyValueError(
                 f"{node.name} ({node.place}) was changed in place through a view, and its gradient is now wanted on every rank. Change a "
@@ -136,6 +142,7 @@ def _evaluate(node: Node, everyone: bool, terms: Terms | None) -> None:
             args, kwargs = swap((node.args, node.kwargs), Node, look_up)
             value = node.func(*args, **kwargs)
     finish_node(node, value, everyone)
+    node.at_lanes = at_lanes
 
 
 def finish_node(node: Node, value: Any, everyone: bool) -> None:
@@ -156,14 +163,15 @@ def finish_node(node: Node, value: Any, everyone: bool) -> None:
 
 
 def _run_call(call: Call, everyone: bool, why: str, keep: bool) -> None:
-    carrier = call.carrier
+    carrier, at_lanes = call.carrier, False
     values: list[torch.Tensor] | None
     if call.state == "new":
         keep = keep and call.context.grad and any(n.requires_grad for n in call.nodes)
         give_inputs(call, keep)
         if keep:
             tell(call, why)
-        values = run_bodies(call, keep)
+        at_lanes = carrier.ends_split and not (keep or everyone)
+        values = run_bodies(call, keep, at_lanes)
     elif call.state == "forward":  # it has run at home alone, and is wanted everywhere now
         if any(n.changed for n in call.nodes):
             raise LazyValueError(
@@ -179,13 +187,13 @@ def _run_call(call: Call, everyone: bool, why: str, keep: bool) -> None:
         for node, value in zip(call.nodes, values, strict=True):
             finish_node(node, value, everyone)
     else:
-        settle_outputs(call, values)
+        settle_outputs(call, values, at_lanes)
 
 
-def run_bodies(call: Call, keep: bool) -> list[torch.Tensor] | None:
+def run_bodies(call: Call, keep: bool, at_lanes: bool = False) -> list[torch.Tensor] | None:
     """All forwards of a call whose inputs are real."""
     call.check()
-    values = call.carrier.forward_all(call, keep)
+    values = call.carrier.forward_all(call, keep, at_lanes)
     call.state = "forward" if keep else "done"
     if keep:
         _kept.calls.add(call)
@@ -209,15 +217,17 @@ def forget_calls() -> None:
                 call.carrier.forget(call)
 
 
-def settle_outputs(call: Call, values: list[torch.Tensor] | None) -> None:
-    """A call has run: its outputs are at home; with graphs kept, as leaves in which gradients of the loop's code arrive."""
+def settle_outputs(call: Call, values: list[torch.Tensor] | None, at_lanes: bool = False) -> None:
+    """A call has run: its outputs are at home, or at the lanes; with graphs kept, as leaves in which gradients of the loop's code arrive."""
     for i, node in enumerate(call.nodes):
         value = None if values is None else values[i]
         graph: Graph | None = "home" if call.state == "forward" and node.requires_grad else None
         if value is not None and graph is not None:
-            node.leaf = value.detach().requires_grad_()
-            value = _torch.same_memory(node.leaf)
+            with torch.enable_grad():  # the loop may read a value without it
+                node.leaf = value.detach().requires_grad_()
+                value = _torch.same_memory(node.leaf)
         node.settle(value, graph)
+        node.at_lanes = at_lanes
         node.spent = node.requires_grad and graph is None
 
 
@@ -248,6 +258,7 @@ def share_values(nodes: Sequence[Node]) -> None:
     nodes = list(dict.fromkeys(nodes))
     for carrier in carriers_of(nodes):
         some = [n for n in nodes if n.carrier is carrier]
+        bring_home(some)
         values = [n.value for n in some] if carrier.is_home else None
         for node, value in zip(some, carrier.share(values, [n.spec for n in some]), strict=True):
             if not carrier.is_home:

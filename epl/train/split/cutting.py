@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,24 @@ def split_parameters(model: nn.Module, taskgraphs: TaskGraphs, names: Collection
                 "whole of it"
             )
     return {first[key] for key, found in owners.items() if found <= set(names)}
+
+
+@contextlib.contextmanager
+def as_in_training(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is planned as for training, whatever its first call is for: a teacher must be cut like its student.
+
+    What learns nothing at all is planned as if it learned everything. Whether some of it is frozen counts, as in training.
+    """
+    parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
+    thawed = [] if any(p.requires_grad for p in parameters) else parameters
+    try:
+        for parameter in thawed:
+            parameter.requires_grad_(True)
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for parameter in thawed:
+            parameter.requires_grad_(False)
 
 
 def decide(
@@ -102,7 +121,7 @@ class CutParameters:
         named = dict(root.named_parameters())
         settings = config.split
         for name, parameter in named.items():
-            if plan.choices.get(name) is None and is_deferred(parameter):
+            if name in plan.choices and plan.choices[name] is None and is_deferred(parameter):
                 materialise_whole(parameter)
         part = kind(
             root,
@@ -128,7 +147,7 @@ class CutParameters:
 
     def undo(self) -> None:
         """Let go: the blocks stay as they are."""
-        for part in self.parts:
+        for part in reversed(self.parts):  # several may have wrapped one and the same forward
             part.undo(gather=False)
         for parameter in self.layouts:
             become_plain(parameter)

@@ -17,7 +17,7 @@ from epl.cluster.communication import Job
 from epl.data import active_share
 from epl.errors import PlanError
 from epl.graph.crossings import module_crossings
-from epl.graph.record import RecordedCall, Recordings
+from epl.graph.record import ROWS_OF_RANKS, RecordedCall, Recordings, steps
 from epl.graph.record.chance import torch_streams_kept
 from epl.graph.record.leaf import stand_in
 from epl.graph.record.modules import TaskGraphOf
@@ -29,6 +29,7 @@ from epl.parallel.split.rows import PLAIN, PartCall, RowBridge, RowShare
 from epl.plan.batch import cut_evenly
 from epl.plan.bridges import Crossing
 from epl.train.cut.call import Around
+from epl.train.split.leftout import LeftOut, Questions, questions_of
 from epl.train.split.loose import Glue
 from epl.train.split.rowmap import GlueCall, RowMap, fitting, glue_calls, row_map
 
@@ -53,6 +54,7 @@ class _Now(NamedTuple):
     calls: RowMap
     glue: Sequence[GlueCall]
     bridge: RowBridge
+    left_out: LeftOut
     numbers: dict[nn.Module, int] | None
     """How often each part was called so far; None while a checkpoint computes again, in another order."""
 
@@ -74,8 +76,8 @@ class OwnRows:
         """`replica`: the ranks of this one's replica in the job, in the order of `ranks`; `names`: the split TaskGraphs."""
         self._job, self._title, self._ranks, self._replica = job, type(model).__name__, ranks, replica
         self._names, self._asked = names, micro_batches
-        self._recordings = Recordings(model, owners, device=job.device)
-        self._maps: dict[RecordedCall, tuple[RowMap, list[GlueCall]]] = {}
+        self._recordings = Recordings(model, owners, device=job.device, apart=ROWS_OF_RANKS)
+        self._maps: dict[RecordedCall, tuple[RowMap, list[GlueCall], Questions]] = {}
         self._now: _Now | None = None
         self._running = False
         self._loose: frozenset[int] = frozenset()
@@ -94,9 +96,16 @@ class OwnRows:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call begins: ranks tell each other how many rows they have."""
         recorded = self._recordings.of(args, kwargs, 1)
+        tensors = recorded.input_tensors(args, kwargs)
         found = self._maps.get(recorded)
         if found is None:
-            found = row_map(recorded, self._names), glue_calls(recorded, self._loose) if self._loose else []
+            calls = row_map(recorded, self._names)
+            arguments = [argument for several in calls.values() for part in several for argument in part.carries]
+            found = (
+                calls,
+                glue_calls(recorded, self._loose) if self._loose else [],
+                questions_of(recorded, arguments, tensors),
+            )
             self._maps[recorded] = found
             if len(self._maps) > _MAPS:
                 del self._maps[next(iter(self._maps))]
@@ -106,24 +115,25 @@ class OwnRows:
         told = [said.bits[rank] for rank in self._replica]
         self._counts = tuple(bits >> 1 for bits in told)
         share_of_rows = RowShare.of(self._counts, [not bits & 1 for bits in told], by_rows=share is not None)
-        calls, glue = found
-        self._now = _Now(calls, glue, self._bridge(share_of_rows, glue), {})
+        calls, glue, questions = found
+        self._now = _Now(calls, glue, self._bridge(share_of_rows, glue), LeftOut(questions, tensors), {})
         self._running = True
 
     def around(self) -> Around:
         """What surrounds the micro batches of the call that has just begun, whenever they are computed."""
         assert self._now is not None
-        calls, glue, whole = self._now.calls, self._now.glue, self._now.bridge.share
+        calls, glue, whole, left_out = self._now.calls, self._now.glue, self._now.bridge.share, self._now.left_out
         cuts = [cut_evenly(0, rows, self.micro_batches) for rows in self._counts]
         bridges = [
             self._bridge(whole.of_micro_batch([stop - start for start, stop in those]), glue)
             for those in zip(*cuts, strict=True)
         ]
+        omitted = [left_out.of_micro_batch(start, stop) for start, stop in cuts[self._ranks.rank]]
 
         @contextlib.contextmanager
         def micro_batch(number: int, again: bool) -> Iterator[None]:
             before = self._now, self._running
-            self._now, self._running = _Now(calls, glue, bridges[number], None if again else {}), True
+            self._now, self._running = _Now(calls, glue, bridges[number], omitted[number], None if again else {}), True
             try:
                 yield
             finally:
@@ -183,8 +193,8 @@ class OwnRows:
         """What goes from TaskGraph to TaskGraph in such a call, on all ranks of the replica."""
         return module_crossings(self._recordings.of(args, kwargs, 1), self._asked, self._ranks.ways)
 
-    def call_of(self, module: nn.Module, shapes: list[torch.Size]) -> tuple[PartCall, RowBridge]:
-        """Which recorded call of a part this is, and the rows it is made with."""
+    def call_of(self, module: nn.Module, given: Any) -> tuple[PartCall, RowBridge, Any]:
+        """Which recorded call of a part this is, the rows it is made with, and its arguments as recorded (leftout.py)."""
         now = self._now
         found = None
         if now is not None:
@@ -193,13 +203,15 @@ class OwnRows:
             if now.numbers is not None:
                 number = now.numbers.get(module, 0)
                 now.numbers[module] = number + 1
-            found = fitting(calls, number, shapes)
+            found = fitting(calls, number, given, now.left_out)
         if found is None or now is None:
+            shapes = [tuple(leaf.shape) for leaf in skeleton(given)[0] if isinstance(leaf, torch.Tensor)]
             raise PlanError(
-                f"{type(module).__name__}, which is under split, was called with tensors of shape {[tuple(s) for s in shapes]}, not as in the "
+                f"{type(module).__name__}, which is under split, was called with tensors of shape {shapes}, not as in the "
                 "forward of the model: ranks have rows of their own, and which dim has them is known for calls inside model(...) only"
             )
-        return found, now.bridge
+        call, whole = found
+        return call, now.bridge, whole
 
 
 class Border:
@@ -210,9 +222,8 @@ class Border:
         self._stack: list[tuple[PartCall, RowBridge]] = []
 
     def enter(self, tree: Any, ranks: SplitRanks) -> Any:
+        call, bridge, tree = self._rows.call_of(self._module, tree)
         leaves, fill = skeleton(tree)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call, bridge = self._rows.call_of(self._module, [t.shape for t in tensors])
         self._stack.append((call, bridge))
         how = iter(call.inputs)
         return fill([bridge.enter(leaf, next(how)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
@@ -230,8 +241,13 @@ def _example(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments like those of a recorded call, with numbers that code may look at (labels: first classes)."""
 
     def one(tree: Any) -> Any:
-        if hasattr(tree, "meta") and "spec" in tree.meta:
-            return stand_in(tree.meta["spec"])
+        if isinstance(tree, fx.Node):
+            if "spec" in tree.meta:
+                return stand_in(tree.meta["spec"])
+            if tree.target is steps.changed:  # an object that another module has filled: as it was before that
+                return one(tree.args[0])
+            assert callable(tree.target)  # a container or an object, put together from its parts
+            return tree.target(*one(tree.args))
         if isinstance(tree, (tuple, list)):
             return type(tree)([one(each) for each in tree])
         if isinstance(tree, dict):

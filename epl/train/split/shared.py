@@ -20,10 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from epl import _torch
+from epl.cluster.communication import speaking
 from epl.data import active_share
 from epl.env import Env
+from epl.errors import UsageError
 from epl.graph import TaskGraphs
 from epl.graph.owners import owners_of
 from epl.parallel import GradientReducer, sync_batch_norm
@@ -36,7 +40,7 @@ from epl.plan.bridges import describe_bridges
 from epl.report.log import notice
 from epl.train.policy import reduce_policy
 from epl.train.scaling import agree_on_unscaling
-from epl.train.split.cutting import CutParameters, decide, split_parameters
+from epl.train.split.cutting import CutParameters, as_in_training, decide, split_parameters
 from epl.train.split.entries import mind_entries
 from epl.train.split.loose import LoosePart
 from epl.train.split.ownrows import OwnRows
@@ -64,6 +68,7 @@ class SharedSplit:
         self.ranks = GroupRanks(self.group, self._job.device, replicas.guard)
         self.cut = CutParameters(self.ranks)
         self.has_rows = plan.parts > 1
+        self._exact_dropout = env.config.split.exact_dropout
         self.placed = self._placing = False
         self._met = False
         """Whether ranks have met for what the loop computes with cut parameters since the latest call."""
@@ -85,6 +90,10 @@ class SharedSplit:
         self._trampoline = Trampoline(model) if not self.has_rows and plan.settings.num_micro_batch == 1 else None
         hook = ModuleHook(self._before_call)
         replicas.at_close(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+        replicas.at_close(step_whole_where_needed(model, lambda parameter: self.ranks))
+        # After a step as well: what steps with a closure has its gradients only then.
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+            replicas.at_close(register(self._refuse_step_without_call).remove)
 
     # ---- around calls ------------------------------------------------------------------------------------------------
 
@@ -99,14 +108,54 @@ class SharedSplit:
             if not self.placed:
                 self._placing = True
                 try:
-                    self._place(args, kwargs)
+                    # What is made now lives on: an evaluation may come first.
+                    with torch.inference_mode(False):
+                        self._place(args, kwargs)
                 finally:
                     self._placing = False
             if self.rows is not None:
                 self.rows.begin(args, kwargs)
-        if self.rows is None:
-            # One that evaluates alone is told so, and so are the others: before they wait for each other, and not earlier.
-            self.ranks.before_next(self._job.meet(f"calling {type(self._model).__name__}, which is split").wait)
+        if self.rows is None or self._exact_dropout:
+            self._meet_for_call()
+
+    def _meet_for_call(self) -> None:
+        """One that evaluates alone is told so, and so are the others: before they wait for each other, and not earlier, unless
+        this rank has to know which random numbers come next.
+        """
+        ranks, plan = self.ranks, self._replicas.plan
+        word = ranks.common.word()
+        meeting = self._job.meet(f"calling {type(self._model).__name__}, which is split", word)
+
+        def wait() -> None:
+            said = meeting.wait()
+            ranks.common.hear([said.bits[rank] for rank in plan.replica_ranks(plan.ranks[self._job.rank].replica)])
+
+        ranks.before_next(wait)
+        if word:
+            ranks.settle()
+
+    def _from_first(self, own: torch.Tensor) -> torch.Tensor:
+        """The tensor of the first rank of the split."""
+        sent = own.to(self._job.device)
+        with speaking(self._job, "agreeing on random numbers"):
+            dist.broadcast(sent, group=self.group, group_src=0)
+        return sent.to(own.device)
+
+    def _refuse_step_without_call(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """What is cut, and what is reduced, is known from the first call of the model: until then replicas would drift apart."""
+        if self.placed or not (self.has_rows or self._across is not None):
+            return
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        found = [names[id(p)] for p in held if p.grad is not None and id(p) in names]
+        if found:
+            title = type(self._model).__name__
+            raise UsageError(
+                f"an optimizer steps with gradients of {len(found)} parameters of {title} ({', '.join(found[:3])}) before {title} was called: "
+                f"what is split, and which gradients ranks share, follows from the first call of {title} itself, and calls of its modules or "
+                "computing with its parameters alone would let replicas drift apart. Call the model in the loop, model(x), and let its "
+                "forward use its parts; or give epl.parallelize a module whose forward does what the loop does with them"
+            )
 
     def inside(self, stage: int) -> AbstractContextManager[None]:
         """What surrounds the forward of a micro batch: code that belongs to no module sees parameters as split, too."""
@@ -120,7 +169,8 @@ class SharedSplit:
         optimizers = replicas.optimizers
         if self.rows is None:
             fixed = {name: None for name, _ in model.named_parameters() if name not in own}
-            plan = decide(self._job, model, self.ranks.ways, args, kwargs, fixed)
+            with as_in_training(model):
+                plan = decide(self._job, model, self.ranks.ways, args, kwargs, fixed)
             # In micro batches the code of the forward runs later, without it: `inside` surrounds that.
             in_one = replicas.plan.settings.num_micro_batch == 1
             if self._trampoline is not None:
@@ -134,15 +184,18 @@ class SharedSplit:
             replicas.plan = self._env.plan = bridged
             notice(describe_bridges(bridged.bridges))
             self._cut_loose(self.rows, args, kwargs, own)
-            for part in self.rows.parts(args, kwargs, own):
-                plan = decide(self._job, part.module, self.ranks.ways, part.args, part.kwargs, part.fixed)
+            with as_in_training(model):
+                parts = self.rows.parts(args, kwargs, own)
+            for part in parts:
+                with as_in_training(model):
+                    plan = decide(self._job, part.module, self.ranks.ways, part.args, part.kwargs, part.fixed)
                 self.cut.cut(part.module, plan, config, optimizers, boundary=part.border, expressions=self._expressions)
                 notice(f"{part.path}, split over {self.ranks.ways} ranks:\n{plan.describe()}")
         self.placed = True
+        self.ranks.common.start(self._from_first)
         replicas.at_close(self.cut.undo)
         replicas.at_close(mind_entries(model, self.ranks.rank))
         replicas.at_close(count_over(self.cut.layouts, self.group, meet=self._meet_for_norm))
-        replicas.at_close(step_whole_where_needed(model, self.ranks))
         replicas.at_close(agree_on_unscaling(replicas.trains, replicas.any_rank))
         self._sync_batch_norm()
         replicas.reducers += self._make_reducers()
@@ -156,7 +209,8 @@ class SharedSplit:
             return
         assert isinstance(self._expressions, OwnLosses)
         fixed = {name: None for name, _ in model.named_parameters() if name not in loose}
-        plan = decide(self._job, model, self.ranks.ways, args, kwargs, fixed)
+        with as_in_training(model):
+            plan = decide(self._job, model, self.ranks.ways, args, kwargs, fixed)
         parameters = [p for name, p in model.named_parameters() if name in loose]
         make = partial(LoosePart, expressions=self._expressions, is_running=rows.is_running)
         self.cut.cut(model, plan, self._env.config, self._replicas.optimizers, kind=make)

@@ -9,13 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from epl.cluster.communication import speaking
 from epl.env import Env
-from epl.errors import NotBuiltError, PlanError
+from epl.errors import PlanError
 from epl.graph import registry, taskgraphs_of
+from epl.graph.deferred import is_deferred, materialise_whole
 from epl.graph.record import RecordedCall
 from epl.graph.record.chance import torch_streams_kept
 from epl.graph.record.leaf import stand_in
@@ -25,10 +24,9 @@ from epl.plan import Plan
 from epl.plan.split.splitplan import SplitPlan
 from epl.report.log import notice
 from epl.train.laneplace import LanePlace
-from epl.train.lazy.lane import become_lane, become_single, watch_steps
-from epl.train.split.cutting import CutParameters, decide, split_parameters
+from epl.train.lazy.lane import become_lane, become_single
+from epl.train.split.cutting import CutParameters, as_in_training, decide, split_parameters
 from epl.train.split.entries import mind_entries
-from epl.train.split.stepping import step_whole_where_needed
 
 if TYPE_CHECKING:
     from epl.train.cut.sources import StageSource
@@ -70,9 +68,11 @@ class StageSplit:
             if taskgraph.kind == "split" and taskgraph.width > 1:
                 own = split_parameters(model, taskgraphs, {taskgraph.name})
                 fixed = {name: None for name, _ in model.named_parameters() if name not in own}
-                plan = decide(self._job, model, taskgraph.width, args, kwargs, fixed)
+                with as_in_training(model):
+                    plan = decide(self._job, model, taskgraph.width, args, kwargs, fixed).only(own)
+                # Its own parameters alone: those of other TaskGraphs on these ranks (chunks) have plans of their own.
                 self._plans[taskgraph.name] = plan
-                notice(f"{taskgraph.name}, split over {taskgraph.width} ranks:\n{plan.only(own).describe()}")
+                notice(f"{taskgraph.name}, split over {taskgraph.width} ranks:\n{plan.describe()}")
 
     def cut(self, lanes: LanePlace, own: Mapping[str, nn.Parameter], owners: Mapping[str, int]) -> None:
         """Cut what is here; all ranks call it together. `own`: the parameters of this rank's stages, `owners`: who answers for each."""
@@ -88,28 +88,21 @@ class StageSplit:
             part = cut.cut(self._model, plan, self._env.config, self._replicas.optimizers, wraps_itself=False)
             self._parts[stages.index(name)] = part
         self.ids = set(map(id, cut.layouts))
+        for parameter in own.values():
+            if is_deferred(parameter):  # tied between TaskGraphs: no plan has it
+                materialise_whole(parameter)
         replicas = self._replicas
         replicas.at_close(cut.undo)
         here_too = lanes.lane_ranks
         for name, parameter in own.items():
             become_lane(parameter, here_too, owners[name], name, self.ranks)
             replicas.at_close(partial(become_single, parameter))
-        replicas.at_close(watch_steps())
         replicas.at_close(mind_entries(self._model, self.ranks.rank))
-        replicas.at_close(step_whole_where_needed(self._model, self.ranks))
-        replicas.at_close(register_optimizer_step_pre_hook(self._refuse_lbfgs).remove)
 
     def inside(self, stage: int) -> AbstractContextManager[None]:
         """What surrounds the forward of a stage: code between its modules sees split parameters as split, too."""
         part = self._parts.get(stage)
         return contextlib.nullcontext() if part is None else part.entered()
-
-    def _refuse_lbfgs(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if isinstance(optimizer, LBFGS) and self._replicas.trains(optimizer):
-            raise NotBuiltError(
-                "LBFGS looks at all parameters as one vector, which it cannot on stages that are split: use it on stages under "
-                "replicate, or another optimizer"
-            )
 
 
 def _ranks(taskgraph: Any) -> set[int]:

@@ -3,11 +3,13 @@
 Most optimizers treat every element by itself: on a block they compute what one device computes for that block. Those that look at
 rows, matrices or all parameters together (Adafactor, Muon, LBFGS, anything we do not know) get whole parameters and gradients while
 they step, on every rank alike, and the blocks are cut from the result. That takes memory and communication for the whole of them.
+
+A model is cut in its first call, which may be one in the closure that an optimizer is given: so optimizers are watched before that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,25 +39,28 @@ _BY_ELEMENT = frozenset(
     ]
 )
 Closure = Callable[[], Any]
+RanksOf = Callable[[nn.Parameter], SplitRanks]
+"""Of a cut parameter: who has its blocks."""
 
 
-def step_whole_where_needed(model: nn.Module, ranks: SplitRanks) -> Callable[[], None]:
-    """From now on optimizers that do not step element by element see whole parameters of this model; the undo."""
-    under_way: dict[Optimizer, _Whole] = {}
+def step_whole_where_needed(
+    model: nn.Module, ranks_of: RanksOf, *, but: tuple[type[Optimizer], ...] | type[Optimizer] = ()
+) -> Callable[[], None]:
+    """From now on optimizers that do not step element by element see whole parameters of this model; the undo.
+
+    `but`: classes of optimizers that somebody else takes care of.
+    """
+    under_way: dict[Optimizer, ShownWhole] = {}
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
+        by_element = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT
+        if by_element or isinstance(optimizer, but):
             return None
         own = {id(p) for p in model.parameters()}
         listed = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
-        cut = {p: layout for p in listed if (layout := layout_of(p)) is not None}
-        if not cut:
+        if not listed:
             return None
-        notice(
-            f"{type(optimizer).__name__} may look at more than one element of a parameter at a time: while it steps, every rank has "
-            f"the whole of the {len(cut)} split parameters it holds"
-        )
-        whole = under_way[optimizer] = _Whole(cut, ranks)
+        whole = under_way[optimizer] = ShownWhole(type(optimizer).__name__, listed, ranks_of)
         closure: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             whole.show()
@@ -75,12 +80,12 @@ def step_whole_where_needed(model: nn.Module, ranks: SplitRanks) -> Callable[[],
     return undo
 
 
-class _Whole:
-    """Cut parameters that are shown whole while an optimizer steps."""
+class ShownWhole:
+    """Those parameters of an optimizer that are cut: whole in their places while it steps."""
 
-    def __init__(self, cut: dict[nn.Parameter, ParameterLayout], ranks: SplitRanks) -> None:
-        self._cut, self._ranks = cut, ranks
-        self._shown = False
+    def __init__(self, optimizer: str, parameters: Sequence[nn.Parameter], ranks_of: RanksOf) -> None:
+        self._optimizer, self._parameters, self._ranks_of = optimizer, parameters, ranks_of
+        self._shown: dict[nn.Parameter, ParameterLayout] = {}
 
     def closure(self, given: Closure) -> Closure:
         """The user's, which computes on blocks; what the optimizer does around it, it does on whole parameters."""
@@ -98,21 +103,27 @@ class _Whole:
     @torch.no_grad()
     def show(self) -> None:
         """Whole parameters and gradients in the places of the blocks."""
-        for parameter, layout in self._cut.items():
+        cut = {p: layout for p in self._parameters if (layout := layout_of(p)) is not None}
+        if cut:
+            notice(
+                f"{self._optimizer} may look at more than one element of a parameter at a time: while it steps, every rank has the whole "
+                f"of the {len(cut)} split parameters it holds"
+            )
+        for parameter, layout in cut.items():
+            ranks = self._ranks_of(parameter)
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = whole_of(parameter.detach(), layout, self._ranks)
+            parameter.data = whole_of(parameter.detach(), layout, ranks)
             if gradient is not None:
-                parameter.grad = whole_of(gradient.to_dense() if gradient.is_sparse else gradient, layout, self._ranks)
-        self._shown = True
+                parameter.grad = whole_of(gradient.to_dense() if gradient.is_sparse else gradient, layout, ranks)
+        self._shown = cut
 
     @torch.no_grad()
     def hide(self) -> None:
         """The blocks again, cut from what the optimizer has made."""
-        if not self._shown:
-            return
-        for parameter, layout in self._cut.items():
+        for parameter, layout in self._shown.items():
+            rank = self._ranks_of(parameter).rank
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = layout.take(parameter.detach(), self._ranks.rank)
+            parameter.data = layout.take(parameter.detach(), rank)
             if gradient is not None:
-                parameter.grad = layout.take(gradient, self._ranks.rank)
-        self._shown = False
+                parameter.grad = layout.take(gradient, rank)
+        self._shown = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -373,6 +374,15 @@ def table() -> list[Program]:
             "i6 4",
         )
         add(f"mse {reduction}", lambda x, y, r=reduction: F.mse_loss(x, y, reduction=r), *xy)
+        # Means of mse and l1 divide by the sum of the weights, that of huber by the count: once all three did.
+        for loss in (F.mse_loss, F.l1_loss, F.huber_loss):
+            weighted = functools.partial(loss, reduction=reduction)
+            add(
+                f"{loss.__name__} weights {reduction}",
+                lambda x, y, w, f=weighted: f(x, y, weight=w.exp()),
+                *xy,
+                "p 4 6",
+            )
     add("cross entropy pixels", lambda x, t: F.cross_entropy(x, t, ignore_index=1), "f 2 5 3 2", "i5 2 3 2")
     add("cross entropy one", F.cross_entropy, "f 6", "i6")
     add("cross entropy soft", lambda x, t: F.cross_entropy(x, t.softmax(1), label_smoothing=0.2), "f 4 6", "f 4 6")

@@ -8,8 +8,14 @@ from tests.parallel.split.cases import CASES, FOUR, in_double, make_case
 from tests.parallel.split.parity import check
 
 
-@pytest.mark.parametrize("ways", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        pytest.param(name, ways, marks=pytest.mark.full if name.endswith("_whole") and ways == 3 else ())
+        for name in CASES
+        for ways in (2, 3)
+    ],
+)  # whole models on three: their layers are there without them
 def test_equals_one_device(name: str, ways: int) -> None:
     case = make_case(name)
     with in_double(case.model):

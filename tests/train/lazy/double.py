@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -160,7 +162,8 @@ class DoubleCarrier:
     def __init__(self, replica: Replica, rank: int, model: nn.Module, engine: nn.Module, home: int) -> None:
         self.replica, self.rank, self.model, self.engine = replica, rank, model, engine
         self.ranks, self.home = tuple(range(replica.size)), home
-        self.is_home = rank == self.home
+        self.is_home = self.at_end = rank == self.home
+        self.ends_split = False
         self.parameters = dict(model.named_parameters())
         self.events: list[str] = []
         self.pushed: list[tuple[int, ...]] = []
@@ -176,12 +179,12 @@ class DoubleCarrier:
     def refuses(self, calls: Sequence[Call]) -> str:
         return ""
 
-    def agree(self, kind: str, bits: int, ask: bool = False) -> bool:
-        said: list[Any] = self.replica.exchange(self.rank, (kind, bits, ask))
+    def agree(self, kind: str, bits: int, flags: int = 0) -> int:
+        said: list[Any] = self.replica.exchange(self.rank, (kind, bits, flags))
         if len({(k, b) for k, b, _ in said}) > 1:
             raise RanksDisagreeError(f"ranks are at different places: {said}")
         self.events.append(kind)
-        return any(asked for _, _, asked in said)
+        return functools.reduce(operator.or_, (theirs for _, _, theirs in said))
 
     def _synchronise(self) -> None:
         """Home's hidden copy gets every rank's parameters."""
@@ -199,7 +202,7 @@ class DoubleCarrier:
                         real[name].data = parameter.detach().clone()
                         real[name].requires_grad_(parameter.requires_grad)
 
-    def forward_all(self, call: Any, keep: bool) -> list[torch.Tensor] | None:
+    def forward_all(self, call: Any, keep: bool, at_lanes: bool = False) -> list[torch.Tensor] | None:
         self.events.append("whole batch" if keep else "forward")
         self._synchronise()
         if not self.is_home:

@@ -36,7 +36,10 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.first(x))
         h = h + checkpoint(self.wide, h, use_reentrant=False)
-        return self.head(h + 0.5 * self.wide(h))
+        added = self.wide(h)
+        added *= 0.5  # what left a part was a view, which torch did not let anybody change
+        added += h
+        return self.head(added)
 
 
 Step = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -72,7 +75,34 @@ def evaluated_between(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tor
     return loss
 
 
-STEPS: dict[str, Step] = {s.__name__: s for s in (plain_loss, read_first, two_calls, evaluated_between)}
+def changed_in_place(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    # The own rows were gathered, and changed, while losses went on with the blocks; or torch refused, since they were a view.
+    logits = model(x)
+    logits += 1
+    logits[:, 3] = -2.0
+    logits[:, :2].mul_(3.0)
+    loss = F.cross_entropy(logits, y) + 0.1 * logits[torch.arange(len(y)), y].mean()
+    loss.backward()
+    with torch.no_grad():
+        again = model(x)
+        again[:, :] = F.one_hot(y, 9)
+        assert bool((again.argmax(1) == y).all())
+    return loss
+
+
+def looked_at(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Gathered first without a graph, logits had none in the loss."""
+    logits = model(x)
+    with torch.no_grad():
+        assert bool(logits[0].isfinite().all())
+    loss = F.cross_entropy(logits, y) + 0.1 * logits[torch.arange(len(y)), y].mean()
+    loss.backward()
+    return loss
+
+
+STEPS: dict[str, Step] = {
+    s.__name__: s for s in (plain_loss, read_first, two_calls, evaluated_between, changed_in_place, looked_at)
+}
 
 
 def _train(name: str, annotated: bool, batch_size: int) -> Run:
@@ -94,20 +124,23 @@ def _train(name: str, annotated: bool, batch_size: int) -> Run:
     return Run(losses, epl.full_state_dict(model) if annotated else model.state_dict())
 
 
-def _on_a_rank(name: str) -> Run:
+def _on_a_rank(name: str, micro_batches: int) -> Run:
     settings = {
         "cluster.colocate_split_and_replicate": True,
-        "pipeline.num_micro_batch": MICRO_BATCHES,
+        "pipeline.num_micro_batch": micro_batches,
         "communication.timeout": 60,
     }
     epl.init(epl.Config(settings))
     return _train(name, True, ROWS)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_equals_one_device(name: str) -> None:
-    expected = _train(name, False, ROWS * MICRO_BATCHES)
-    for found in run_ranks(_on_a_rank, 2, name):
+@pytest.mark.parametrize(
+    ("name", "micro_batches"),
+    [*((name, MICRO_BATCHES) for name in STEPS), ("changed_in_place", 1), ("looked_at", 1)],
+)
+def test_equals_one_device(name: str, micro_batches: int) -> None:
+    expected = _train(name, False, ROWS * micro_batches)
+    for found in run_ranks(_on_a_rank, 2, name, micro_batches):
         assert_same(found, expected)
 
 
@@ -157,3 +190,24 @@ def _gathered_in_the_third_step(colocated: bool) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("colocated", [True, False])
 def test_logits_of_micro_batches_stay_cut(colocated: bool) -> None:
     assert run_ranks(_gathered_in_the_third_step, 2, colocated) == [[], []]
+
+
+class Reading(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.wide(self.first(x))
+        return self.head(h * 2 if h.abs().sum().item() > 0 else h)
+
+
+def _reads_between() -> str:
+    epl.init(epl.Config({"cluster.colocate_split_and_replicate": True}))
+    model: Any = epl.parallelize(Reading(True))
+    with pytest.raises(epl.errors.RecordingError) as caught:
+        model(torch.randn(4, 6))
+    return str(caught.value)
+
+
+def test_a_value_read_between_taskgraphs_is_refused_with_what_is_true_here() -> None:
+    # The error told of other stages and of micro batches, and of epl.forward_backward; there are none on shared devices.
+    for said in run_ranks(_reads_between, 2):
+        assert "have rows of their own, so each would read another value" in said
+        assert not any(word in said for word in ("stage", "micro batch", "forward_backward"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -39,7 +40,39 @@ def choose(
     """How to split a module over so many ranks, called like this. Nothing about the module or the arguments is changed.
 
     `boundary`: how they enter, if not whole and the same on all ranks. `fixed`: parameters (by name) that must be cut along a dim, or not at all.
+    A module that is set to evaluation is planned as in training, if its forward can do that.
     """
+    if not module.training:
+        try:
+            with _set_to_training(module):
+                return _choose(module, ways, args, kwargs, boundary, fixed)
+        except SplitError:  # what cannot be split for training is refused now, not when training begins
+            raise
+        except Exception:  # of the user's code: perhaps it wants labels then
+            pass
+    return _choose(module, ways, args, kwargs, boundary, fixed)
+
+
+@contextlib.contextmanager
+def _set_to_training(module: nn.Module) -> Iterator[None]:
+    before = [(part, part.training) for part in module.modules()]
+    try:
+        for part, _ in before:
+            part.training = True  # not by `train()`, which people's modules do more in
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
+def _choose(
+    module: nn.Module,
+    ways: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    boundary: Boundary | None,
+    fixed: Mapping[str, int | None] | None,
+) -> SplitPlan:
     given = {**fixed_by_users(module), **{name: Fixed(dim) for name, dim in (fixed or {}).items()}}
     mode = FakeOrReal(device_of(module, (args, kwargs)))
     subject = Subject(module, args, dict(kwargs or {}), mode)

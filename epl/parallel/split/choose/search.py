@@ -156,9 +156,11 @@ class Search:
             except SplitError as error:
                 errors.append(error)
         heads = [error for error in errors if isinstance(error, HeadsError)]
+        # Behind q | k | v several counts can be thought of in `view(…, heads, size)`: the finest is that of heads.
+        heads.sort(key=lambda error: -error.count)
         if not legal:
             self._refused = heads + self._refused
-            raise errors[0]
+            raise heads[0] if heads else errors[0]
         self._refused += heads  # perhaps no heads at all: q | k | v, taken for three
         key = f"wish {refined.wishes}"
         self._turns.points[key] = len(legal)

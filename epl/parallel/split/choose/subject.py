@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from epl import _torch
 from epl.graph.spec import leaves_of
 from epl.parallel.split.region import region
+from epl.parallel.split.value import SplitTensor
 
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -41,6 +42,7 @@ class FakeOrReal:
         self._fake = _torch.fake_mode()
         self._device = device
         """Where parameters without memory are thought to be."""
+        self._spare: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def on(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, tensors are made so."""
@@ -63,6 +65,17 @@ class FakeOrReal:
     def block(self, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
         """A fake leaf of another shape."""
         return torch.empty(shape, dtype=like.dtype, device=self.device_of(like))
+
+    def spare(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One with the same numbers, to be changed in its place.
+
+        A run on fakes that did not change it leaves it for the next one: code may hold large masks, and runs are many.
+        """
+        known = self._spare.get(id(tensor))
+        if known is None or self.real or _torch.version_of(known[1]) != known[2]:
+            made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            known = self._spare[id(tensor)] = tensor, made, _torch.version_of(made)
+        return known[1]
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """The device of its stand-in."""
@@ -114,22 +127,36 @@ def signature_of(tree: Any) -> object:
 
 
 @contextlib.contextmanager
-def untouched(module: nn.Module, real: bool) -> Iterator[None]:
+def untouched(module: nn.Module, mode: FakeOrReal) -> Iterator[None]:
     """Afterwards the modules' attributes and buffers and all random states are what they were before."""
     states: list[tuple[dict[str, Any], dict[str, Any]]] = []
     contents: list[tuple[Any, Any]] = []
-    devices = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")} if real else set()
+    devices = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")} if mode.real else set()
     randomness = random.getstate()
+    spares: dict[int, torch.Tensor] = {}
+
+    def spared(value: Any) -> Any:
+        # On fakes, too: where all arguments have numbers, a fake mode computes with them, and `self.count += 1` would count runs.
+        if not _holds_numbers(value):
+            return value
+        if id(value) not in spares:
+            spares[id(value)] = mode.spare(value)
+        return spares[id(value)]
+
     try:
         for part in module.modules():
             state = part.__dict__
             states.append((state, state.copy()))
             contents += [(value, copy.copy(value)) for value in state.values() if type(value) in _CONTAINERS]
-            state["_buffers"] = {
-                # Fake modes do compute with tensors of one element: batch norm's counter would move.
-                name: b.clone() if b is not None and (real or b.numel() == 1) and not b.is_meta else b
-                for name, b in state["_buffers"].items()
-            }
+            for name, value in list(state.items()):
+                if name == "_buffers":
+                    state[name] = {key: spared(b) for key, b in value.items()}
+                elif type(value) in _CONTAINERS and type(value) is not set:
+                    for key in range(len(value)) if isinstance(value, (list, deque)) else list(value):
+                        if _holds_numbers(value[key]):
+                            value[key] = spared(value[key])
+                else:
+                    state[name] = spared(value)
         with torch.random.fork_rng([device.index for device in devices if device.index is not None]):
             yield
     finally:
@@ -137,8 +164,15 @@ def untouched(module: nn.Module, real: bool) -> Iterator[None]:
         for state, before in states:
             state.clear()
             state.update(before)
-        for container, content in contents:
+        for container, content in reversed(contents):  # one that several modules have was first seen as it is
             _put_back(container, content)
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether it is a tensor that code may change in place; not parameters, which are seen as others anyway."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, (nn.Parameter, SplitTensor)):
+        return False
+    return value.is_leaf and not value.is_meta and not _torch.is_fake(value)
 
 
 def _put_back(container: Any, content: Any) -> None:

@@ -25,7 +25,7 @@ from epl.parallel.split.together import first_tensor
 from epl.parallel.split.user_rules import with_own_forwards
 from epl.parallel.split.value import RefineError, SplitTensor, shard, whole
 from epl.plan.split.cut import Axis, Cut
-from epl.plan.split.decisions import Choice, Decisions, Wish
+from epl.plan.split.decisions import Choice, Decisions, HeadsError, Wish
 from epl.plan.split.splitplan import Sent
 
 
@@ -66,7 +66,7 @@ class Tracing(SplitRanks):
         if self._turns is None:
             return
         states = [state for state in map(self.decisions.granted, wishes) if state is not None]
-        if states:
+        if any(map(_may_be_granted, states)):
             raise RefineError(states, tuple(wishes))
 
     def all_reduce_(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
@@ -151,6 +151,17 @@ class Tracing(SplitRanks):
         return self.shown
 
 
+def _may_be_granted(state: Decisions) -> bool:
+    """Not if ranks would be without any: then the value is gathered. Heads that do not divide are told, by the search."""
+    try:
+        state.check_all()
+    except HeadsError:
+        return True
+    except SplitError:
+        return False
+    return True
+
+
 def trace(subject: Subject, decisions: Decisions, turns: Turns | None, boundary: Boundary | None = None) -> list[Sent]:
     """What one run sends; `decisions` collects what is decided on the way. RefineError: a wish was granted, run again."""
     tracing = Tracing(subject, decisions, turns)
@@ -202,7 +213,7 @@ def _running(subject: Subject, tracing: Tracing, boundary: Boundary | None) -> I
     """One run; inside, after it, what has entered is still known."""
     module, mode = subject.module, subject.mode
     with (
-        untouched(module, mode.real),
+        untouched(module, mode),
         with_own_forwards(module),
         mode.on(),
         _torch.fake_failures_unsaid(),

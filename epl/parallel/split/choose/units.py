@@ -136,7 +136,7 @@ def capture(subject: Subject, units: list[Unit]) -> Calls:
     calls = Calls(units, subject.mode)
     module, mode = subject.module, subject.mode
     with (
-        untouched(module, mode.real),
+        untouched(module, mode),
         with_own_forwards(module),
         mode.on(),
         _torch.fake_failures_unsaid(),

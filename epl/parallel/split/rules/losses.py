@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from epl import _torch
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.rules.common import is_cut, owned
 from epl.parallel.split.rules.pointwise import pointwise
@@ -212,12 +213,18 @@ mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_ent
 poisson_nll_loss soft_margin_loss
 """
 ELEMENTWISE = _ELEMENTWISE.split()
+_OVER_WEIGHTS = (
+    functional.mse_loss,
+    functional.l1_loss,
+)  # their mean is over the sum of `weight`; huber_loss divides by the count
 
 
 @rule(*ELEMENTWISE, spaces=(functional,))
 def rule_elementwise(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs.pop("size_average", None) is not None or kwargs.pop("reduce", None) is not None:
         return NotImplemented  # the old positional forms
+    if func is functional.l1_loss and (weight := _torch.weight_of_l1_loss()) is not None:
+        kwargs["weight"] = weight
     reduction = kwargs.pop("reduction", "mean")
     x, target = settle(input), settle(target)
     if not is_cut(x) and not is_cut(target):
@@ -229,6 +236,8 @@ def rule_elementwise(func: Any, input: Any, target: Any, *args: Any, **kwargs: A
         return loss
     if reduction == "batchmean":
         return loss.sum() / x.shape[0]
+    if reduction == "mean" and func in _OVER_WEIGHTS and (weight := kwargs.get("weight")) is not None:
+        return loss.sum() / weight.sum()
     return loss.mean() if reduction == "mean" else loss.sum()
 
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from epl.plan.split.layout import ParameterLayout, layout_of
 from epl.train.lazy import ForeignParameter, LazyTensor
+from epl.train.lazy.lane import LaneParameter
 from epl.train.lazy.read import read
 
 Case = Callable[["Env"], Any]
@@ -54,6 +56,8 @@ class Outcome(NamedTuple):
     parameters: list[torch.Tensor | None]
     gradients: list[torch.Tensor | None]
     tolerance: float
+    blocks: list[tuple[ParameterLayout, int] | None] | None = None
+    """Of parameters that are cut over ranks: how, and which block is this rank's."""
 
 
 def run(fn: Case, env: Env) -> Outcome:
@@ -61,7 +65,13 @@ def run(fn: Case, env: Env) -> Outcome:
     with warnings.catch_warnings(action="ignore"):
         found = numbers(fn(env))
     own = [None if isinstance(p, ForeignParameter) else p.detach() for p in env.parameters()]
-    return Outcome(found, own, [p.grad for p in env.parameters()], env.tolerance)
+    blocks = [None if (layout := layout_of(p)) is None else (layout, _rank_of(p)) for p in env.parameters()]
+    return Outcome(found, own, [p.grad for p in env.parameters()], env.tolerance, blocks)
+
+
+def _rank_of(parameter: torch.Tensor) -> int:
+    """Among those that have its blocks."""
+    return parameter.epl_ranks.rank if isinstance(parameter, LaneParameter) else torch.distributed.get_rank()
 
 
 def numbers(result: Any) -> list[torch.Tensor]:
@@ -85,6 +95,9 @@ def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
         if p is None:
             continue
         assert q is not None
+        if found.blocks is not None and (block := found.blocks[i]) is not None:
+            layout, rank = block
+            q, h = layout.take(q, rank), None if h is None else layout.take(h, rank)
         pairs.append((f"parameter {i}", p, q))
         if (g is None) != (h is None):
             worst[f"gradient {i}: {'missing' if g is None else 'unexpected'}"] = 1.0

@@ -19,6 +19,27 @@ def metric_after(e):
 
 
 @case
+def metric_before_without_grad(e):
+    """Outputs that were computed without grad mode led to no gradient afterwards, and the model trained on zeros."""
+    o = e.M(e.x)
+    loss = F.cross_entropy(o, e.y)
+    with torch.no_grad():
+        hits = (o.argmax(1) == e.y).double().mean().item()
+    loss.backward()
+    return loss.item(), hits
+
+
+@case
+def metric_before_in_inference_mode(e):
+    o = e.M(e.x)
+    with torch.inference_mode():
+        hits = (o.argmax(1) == e.y).double().mean().item()
+    loss = F.cross_entropy(o, e.y)
+    loss.backward()
+    return loss.item(), hits
+
+
+@case
 def metric_before(e):
     o = e.M(e.x)
     a = (o.argmax(-1) == e.y).float().mean().item()
