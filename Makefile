@@ -6,6 +6,8 @@ STAMP := $(VENV)/.set-up
 USABLE := { $(VENV)/bin/python -c "import pip" && grep -F "$(CURDIR)/$(VENV)" $(VENV)/bin/activate; } >/dev/null 2>&1
 # Whatever pip's own settings (pip.conf, PIP_*) say decides where packages come from; pyproject.toml pins torch exactly.
 INSTALL := python -m pip install --disable-pip-version-check --editable ".[dev]"
+# Most tests use one core at a time: two processes share them out.
+PYTEST := OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist worksteal
 BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 
 # The Python to make .venv with, if it is not to be the first that fits: `make setup PYTHON=python3.12`.
@@ -56,10 +58,10 @@ demo: $(STAMP) ## Train the quickstart on 2 ranks of this machine
 	@echo "The output of each rank is in experiments/demo"
 
 test: lint ## Lint, types and the test suite
-	OMP_NUM_THREADS=1 python -m pytest
+	$(PYTEST)
 
 test-full: lint ## The same with the whole products, much longer
-	OMP_NUM_THREADS=1 python -m pytest -m "full or not full"
+	$(PYTEST) -m "full or not full"
 
 lint: $(STAMP) ## Style, form and types
 	ruff check .

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from tests import harness
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("epl", deadline=None)  # nothing is timed: other work may run beside
+hypothesis.settings.load_profile("epl")
 tqdm.tqdm.monitor_interval = 0  # progress bars (of transformers, of torch's compiler) would leave a thread behind
 DEADLINE = 120.0
 

@@ -31,7 +31,7 @@ PARTS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(PARTS, min_size=1, max_size=8), st.data())
 def test_no_other_cut_is_better(parts: list[Part], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(parts)))

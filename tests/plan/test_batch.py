@@ -15,7 +15,7 @@ from epl.plan.batch import Rows, cut_evenly, divide, global_batch, share_rows
 rows = st.integers(1, 300)
 replicas = st.integers(1, 12)
 parts = st.integers(1, 6)
-quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=200, derandomize=True, database=None)
 
 
 def test_the_picture_on_top_of_the_file() -> None:

@@ -38,7 +38,7 @@ def test_every_generated_list_passes(p: int) -> None:
                 check(schedule)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_generated_list_passes_with_any_edges(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(SCHEDULES))
@@ -236,7 +236,7 @@ def test_many_problems_are_cut_short() -> None:
     assert len(str(error.value).splitlines()) == 9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_no_list_loses_or_repeats_an_action_unnoticed(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(SCHEDULES))
@@ -258,7 +258,7 @@ def test_no_list_loses_or_repeats_an_action_unnoticed(data: st.DataObject) -> No
         check(replace(schedule, actions=(*schedule.actions[:device], tuple(actions), *schedule.actions[device + 1 :])))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_what_passes_runs_to_its_end(data: st.DataObject) -> None:
     """Any order of one device's list is either refused, or an eager walk over all lists takes every action once."""

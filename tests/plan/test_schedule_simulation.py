@@ -68,14 +68,14 @@ def longest_path(schedule: Schedule, times: dict[str, list[float]], link: float)
     return max(end.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(timed_schedules())
 def test_makespan_is_the_longest_path(case: tuple[Schedule, dict[str, list[float]], float]) -> None:
     schedule, times, link = case
     assert simulate(schedule, **times, link=link).makespan == longest_path(schedule, times, link)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(timed_schedules(), st.data())
 def test_makespan_never_shrinks_when_something_takes_longer(
     case: tuple[Schedule, dict[str, list[float]], float], data: st.DataObject
@@ -89,7 +89,7 @@ def test_makespan_never_shrinks_when_something_takes_longer(
     assert simulate(schedule, **times, link=link + data.draw(duration)).makespan >= before
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(timed_schedules())
 def test_what_must_hold_for_any_schedule_in_time(case: tuple[Schedule, dict[str, list[float]], float]) -> None:
     schedule, times, link = case
@@ -102,7 +102,7 @@ def test_what_must_hold_for_any_schedule_in_time(case: tuple[Schedule, dict[str,
         assert 1 <= live <= schedule.num_micro_batch * schedule.num_stages // schedule.num_devices
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(schedules(), duration)
 def test_messages_and_reductions_take_no_time_of_a_device(schedule: Schedule, link: float) -> None:
     full, bare = schedule.with_communication().with_reduce(), schedule.compute_only()

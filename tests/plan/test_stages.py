@@ -638,7 +638,7 @@ def programs(draw: st.DrawFn, in_place: bool) -> tuple[Program, list[int]]:
     return p, home
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(programs(in_place=False))
 def test_random_programs_see_the_same_when_cut(made: tuple[Program, list[int]]) -> None:
     program, home = made
@@ -653,7 +653,7 @@ def test_random_programs_see_the_same_when_cut(made: tuple[Program, list[int]]) 
     check(program.nodes, cut, home)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(programs(in_place=True))
 def test_random_programs_that_change_values_in_place_see_the_same_when_cut(made: tuple[Program, list[int]]) -> None:
     program, home = made
