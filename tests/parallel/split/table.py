@@ -153,6 +153,8 @@ def table() -> list[Program]:
     add("detach", lambda x: x.detach() * x + x.data, *x)
     # shapes
     add("view", lambda x: (x.view(2, 2, 6), x.reshape(24), x.view(4, 3, 2), x.view(-1, 3), x.reshape(8, 3)), *x)
+    # What computed with such a size in place changed the user's: Longformer's were wrong after the first view.
+    add("view tensors", lambda x: [x.view(n, 2, 6) + n for n in [torch.tensor(2)]] + [x.repeat(torch.tensor(2), 1)], *x)
     add("view 3d", lambda x: (x.view(8, 6), x.flatten(1), x.flatten(0, 1), x.reshape(2, 4, 3, 2)), "f 2 4 6")
     add("unflatten", lambda x: (x.unflatten(1, (3, -1)), x.unflatten(0, (2, 2))), *x)
     add(

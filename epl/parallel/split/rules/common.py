@@ -22,8 +22,9 @@ def dims_of(value: torch.Tensor, dim: Dims) -> list[int]:
 
 
 def numbers(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Sizes or dims given as one sequence or one by one."""
-    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else tuple(args)
+    """Sizes or dims given as one sequence or one by one. Torch takes tensors for them too: computed with as these, they would change."""
+    given = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    return tuple(int(n) if isinstance(n, torch.Tensor) else n for n in given)
 
 
 def like(value: SplitTensor, local: torch.Tensor) -> SplitTensor:
