@@ -58,6 +58,17 @@ def _plain_changed(x: torch.Tensor, y: torch.Tensor) -> Any:
     return total
 
 
+def _windows(x: torch.Tensor) -> Any:
+    """Gathered, a transposed value lay otherwise in memory than its strides said, and other numbers were read."""
+    found = []
+    for value in (x, x.transpose(1, 2), x.permute(2, 1, 0)):
+        rows, width, inner = value.stride()
+        size, stride = (*value.shape[:1], 3, 2, value.shape[2]), (rows, width, width, inner)
+        found.append(value.as_strided(size, stride, value.storage_offset()))
+        found.append(torch.as_strided(value, size, stride) * value.sum())
+    return found
+
+
 def _set(x: torch.Tensor, y: torch.Tensor) -> Any:
     x[:, 1] = y[:, 2]
     x[0] = 3.0
@@ -186,6 +197,7 @@ def table() -> list[Program]:
     add("flip roll", lambda x: (x.flip(0), x.flip((1,)), x.roll(1, 0), torch.roll(x, 2, -1), torch.roll(x, 1)), *x)
     add("triangle", lambda x: (x.tril(), x.triu(1), torch.tril(x, diagonal=-1)), *x)
     add("pad", lambda x: (F.pad(x, (1, 2)), F.pad(x, (0, 0, 1, 0)), F.pad(x, (1, 1), value=2.0)), *x)
+    add("windows", _windows, "f 2 4 6")
     add("iterate", lambda x: [row * 2 for row in x], *x)
     add("diagonal", lambda x: (x.diagonal(), torch.diag_embed(x)), *x)
     # indices

@@ -10,7 +10,7 @@ from epl.errors import SplitError
 from epl.graph.spec import swap
 from epl.parallel.split.rules.common import like
 from epl.parallel.split.rules.registry import RULES, rule
-from epl.parallel.split.value import SplitTensor, shard, take, whole
+from epl.parallel.split.value import SplitTensor, shard, take, view_copy, whole
 
 
 @rule(
@@ -49,13 +49,43 @@ def _dims_and_kind(value: SplitTensor) -> torch.Tensor:
 
 @rule("stride", "storage_offset", "data_ptr")
 def rule_memory(func: Any, input: SplitTensor, dim: int | None = None) -> Any:
+    if func.__name__ == "storage_offset" and not input.is_partial:
+        return 0  # of the whole, which has memory of its own
     if func.__name__ != "stride":
         return func(input.seen())
-    # Of a whole tensor whose dims lie in the order in which this block's do.
     strides, step = [0] * input.ndim, 1
-    for d in sorted(range(input.ndim), key=lambda d: (input.seen().stride(d), -d)):
+    for d in _order(input):
         strides[d], step = step, step * max(1, input.shape[d])
     return tuple(strides) if dim is None else strides[dim]
+
+
+def _order(input: SplitTensor) -> list[int]:
+    """The dims from the nearest in memory to the farthest: the whole is said to lie as what is here."""
+    return sorted(range(input.ndim), key=lambda d: (input.local.stride(d), -d))
+
+
+@rule("as_strided", "as_strided_copy", "as_strided_scatter")
+def rule_as_strided(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of the whole, in memory as `stride()` has told: a gathered value lies row by row, whatever the block does."""
+    args, kwargs = swap((args, kwargs), SplitTensor, whole)
+    if not isinstance(input, SplitTensor):
+        return func(input, *args, **kwargs)
+    far_first = _order(input)[::-1]
+    back = [far_first.index(d) for d in range(input.ndim)]
+
+    def read(total: torch.Tensor) -> Any:
+        return func(total.permute(far_first).contiguous().permute(back), *args, **kwargs)
+
+    def seen_through(total: torch.Tensor) -> Any:
+        if not total.permute(far_first).is_contiguous():
+            raise SplitError(
+                f"as_strided of {input!r} is a copy, as that is transposed, and cannot follow a change in place: call .contiguous() "
+                "before as_strided, or make the change out of place"
+            )
+        return read(total)
+
+    out = read(whole(input, f"{func.__name__} reads it in memory"))
+    return view_copy(input, out, seen_through) if func.__name__ == "as_strided" else out
 
 
 def _getter(name: str) -> Any:
