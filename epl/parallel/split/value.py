@@ -506,7 +506,7 @@ def _become(value: SplitTensor, total: torch.Tensor) -> None:
 # ---- planning: what rules may ask of the chooser; at run time without effect --------------------------------------------
 
 Wish = tuple[str, str, Any]
-"""(kind, axis, how): coarsen to whole heads, section as q | k | v, resize by one more border, unify with another axis."""
+"""(kind, axis, how): coarsen to whole heads, group channels, section as q | k | v, resize by one more border, unify with another axis."""
 
 
 class RefineError(Exception):

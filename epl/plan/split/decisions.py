@@ -2,7 +2,8 @@
 
 A rule that cannot keep a cut wishes for another one; granting a wish gives new decisions:
 
-    coarsen   granules of so many old ones        features become whole heads
+    coarsen   granules of so many old ones        features become whole heads, which must divide
+    group     the same, dealt out as evenly as can be        channels that are normalised together
     section   the dim is several, one after another    a fused q | k | v
     resize    sections of these sizes instead      one more border in a dim that has sections already
     unify     two axes become one                  gate and up, queries and keys
@@ -119,11 +120,12 @@ class Decisions:
         if count is None:
             return None
         new = self.copy()
-        if kind == "coarsen":
+        if kind in ("coarsen", "group"):
             if count % how:
                 return None
             new.axes[axis] = count // how
-            new.heads.add(axis)
+            if kind == "coarsen":
+                new.heads.add(axis)
             new._rescale(axis, lambda inners: tuple(inner * how for inner in inners))
         elif kind == "section":
             if count % sum(how) or any(len(choice.inners) > 1 for choice in self._cut_by(axis)):

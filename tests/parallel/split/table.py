@@ -275,7 +275,7 @@ def table() -> list[Program]:
     add("layer norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), "f 3 4 6", "f 6", "f 6")
     add("layer norm two", lambda x: F.layer_norm(x, [4, 6], eps=1e-3), "f 3 4 6")
     add("rms norm", lambda x, w: F.rms_norm(x, (6,), w, 1e-6), "f 3 4 6", "f 6")
-    add("group norm", lambda x, w, b: F.group_norm(x, 3, w, b), "f 4 6 5", "f 6", "f 6")
+    add("group norm", lambda x, w, b: (F.group_norm(x, 3, w, b), F.group_norm(x, 1)), "f 4 6 5", "f 6", "f 6")
     add("instance norm", lambda x, w, b: F.instance_norm(x, weight=w, bias=b), "f 4 6 5", "f 6", "f 6")
     add("batch norm", lambda x, w, b: _batch_norm(x, w, b, True), "f 4 6 3", "f 6", "f 6")
     add("batch norm eval", lambda x, w, b: _batch_norm(x, w, b, False), "f 4 6 3", "f 6", "f 6")

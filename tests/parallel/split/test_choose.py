@@ -360,6 +360,16 @@ def test_sections_that_cannot_be_dealt_out_are_gathered() -> None:
     check(cases.alone(Chunks().double(), torch.randn(4, 6, dtype=torch.float64)), 3)
 
 
+@pytest.mark.parametrize(("groups", "ways", "axis"), [(1, 2, 96), (8, 3, 96), (32, 3, 32)])
+def test_groups_of_channels_need_not_divide(groups: int, ways: int, axis: int) -> None:
+    # They were taken for heads: one group was refused whatever the split, "the nearest splits that can be: 1".
+    model = nn.Sequential(nn.Conv2d(3, 96, 3), nn.GroupNorm(groups, 96), nn.SiLU(), nn.Conv2d(96, 4, 1))
+    plan = choose(model, ways, (torch.randn(2, 3, 20, 20),))
+    assert (plan.axes, plan.choices["3.weight"]) == ({"0.weight": axis}, Choice(1, "0.weight", (96 // axis,)))
+    gathered = [event.nbytes for event in plan.events if event.what == "all-gather"]
+    assert gathered == ([2 * 96 * 4] * 2 if axis == 96 else [])  # numbers of channels, never the channels
+
+
 def test_groups_of_heads_that_do_not_divide() -> None:
     case = cases.llama(key_values=3)
     x = torch.randn(2, 7, 48)

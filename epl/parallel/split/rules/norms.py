@@ -81,10 +81,32 @@ def rule_group_norm(
         each, cut = x.cut.size // num_groups, x.cut
         starts = itertools.accumulate(cut.lengths)
         if len(cut.inners) != 1 or any(start % each for start in starts):
-            refine(x.ranks, ("coarsen", cut.axis.name, each))
-            return NotImplemented
+            if -(-num_groups // x.ranks.ways) * x.ranks.ways <= _EVEN * num_groups:
+                refine(x.ranks, ("group", cut.axis.name, each))
+            return NotImplemented if x.ndim == 2 else _over_borders(x, num_groups, weight, bias, eps)
         groups = x.local.shape[1] // each
     return like(x, func(x.local, groups, _along_channels(weight, x), _along_channels(bias, x), eps))
+
+
+_EVEN = 1.1
+"""Whole groups are dealt out if no rank gets more than so many times its share: statistics over borders are not much to send."""
+
+
+def _over_borders(x: SplitTensor, groups: int, weight: Any, bias: Any, eps: float) -> Any:
+    """Group norm where groups lie on several ranks: only the statistics of channels are gathered, two numbers for each."""
+    dims, ones = list(range(2, x.ndim)), [1] * (x.ndim - 2)
+    rows, channels = x.shape[:2]
+
+    def of_group(channel: Any) -> Any:
+        """The mean of each channel's group, from means of channels."""
+        mean = whole(channel, "statistics of groups of channels").view(rows, groups, -1).mean(2, keepdim=True)
+        return mean.expand(-1, -1, channels // groups).reshape(rows, channels, *ones)
+
+    wide: Any = x.float() if x.dtype.itemsize < 4 else x
+    centred = wide - of_group(wide.mean(dims))
+    out = (centred * (of_group(centred.square().mean(dims)) + eps).rsqrt()).to(x.dtype)
+    out = out if weight is None else out * weight.view(-1, *ones)
+    return out if bias is None else out + bias.view(-1, *ones)
 
 
 @rule("instance_norm", spaces=(functional,))
