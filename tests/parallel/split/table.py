@@ -369,6 +369,8 @@ def table() -> list[Program]:
         ),
         *x,
     )
+    # Several at once are a dim before all others: the rows of the result were taken for those of the value.
+    add("quantiles", lambda x: (x.quantile(0.3, 0), x.nanquantile(q=x.new_tensor([0.1, 0.7]), dim=1)), *x)
     add("sort", lambda x: (*x.sort(descending=True), *torch.sort(x, 0, True)), *x)
     # losses
     add("cross entropy", F.cross_entropy, "f 4 6", "i6 4")

@@ -213,6 +213,8 @@ _REDUCING = """
 amax amin std prod argmin median nanmedian mode kthvalue quantile nanquantile count_nonzero std_mean aminmax
 """
 REDUCING = _REDUCING.split()
+_OF_SOME = ("std", "std_mean", "quantile", "nanquantile")
+"""They refuse, or answer otherwise, where a rank has nothing."""
 
 
 def _dim_given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
@@ -238,8 +240,11 @@ def rule_over_other_dims(func: Any, input: Any, *args: Any, **kwargs: Any) -> An
     if isinstance(dim, bool) or dim is None or (name in ("sort", "argsort") and args and isinstance(args[0], bool)):
         return NotImplemented
     dims = dims_of(x, dim)
-    if x.place in dims or ("std" in name and 0 in x.cut.lengths):
+    if x.place in dims or (name in _OF_SOME and 0 in x.cut.lengths):
         return NotImplemented
+    several = args[0] if args else kwargs.get("q")
+    if "quantile" in name and isinstance(several, torch.Tensor) and several.ndim:
+        return NotImplemented  # the result has a dim more, before all others
     if name in KEEPING:
         keepdim = True
     else:
