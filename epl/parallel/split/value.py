@@ -352,6 +352,11 @@ def gather_all(func: Any, args: Any, kwargs: Any) -> Any:
     why = f"{name} needs it whole" if cut else f"{name} needs the sum"
     changed = args[0] if args and (changes(name) or kwargs.get("inplace")) else None
     if leaves_of(changed, SplitTensor):
+        if name in _RESHAPING:
+            raise SplitError(
+                f"{name} would give a value that is split over ranks another shape in place: assign the result of "
+                f"{name.rstrip('_')} to a name instead"
+            )
         return _change_whole(func, name, changed, args[1:], kwargs, why)
     base = args[0] if args and name in VIEWS and cut and args[0] is cut[0] else None
     args, kwargs = swap((args, kwargs), SplitTensor, lambda value: whole(value, why))
@@ -397,6 +402,20 @@ _AUGMENTED = {
             "matmul",
         ]
     ),
+}
+
+
+_RESHAPING = {
+    "t_",
+    "transpose_",
+    "swapaxes_",
+    "swapdims_",
+    "squeeze_",
+    "unsqueeze_",
+    "as_strided_",
+    "resize_",
+    "resize_as_",
+    "set_",
 }
 
 

@@ -171,6 +171,13 @@ def test_writing_into_split_values_by_out_is_refused():
     run_threads(run, 2)
 
 
+@pytest.mark.parametrize("layout", ["sum", (0, even(3, 2)), (1, CUT)])
+def test_another_shape_in_place_is_refused(layout):
+    # A sum kept its old shape, a block ended in "start (3) + length (3) exceeds dimension size".
+    with pytest.raises(SplitError, match=r"unsqueeze_ would give .* assign the result of unsqueeze"):
+        compare(lambda x: x.unsqueeze_(0), [X], [layout], 2)
+
+
 def test_gradients_of_gradients():
     def program(x, w):
         (found,) = torch.autograd.grad(F.linear(x, w).tanh().sum(), w, create_graph=True)
