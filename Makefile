@@ -81,6 +81,7 @@ bench: $(STAMP) ## Run every benchmark; QUICK=1 only sees that they run
 
 docs: $(STAMP) ## Write the pages that are made from the sources
 	python -m epl.config.reference docs/config.md
+	python docs/map.py
 	python docs/images/draw.py
 
 clean: ## Remove caches, build products and the demo's logs; .venv stays (rm -r .venv for that)

@@ -1,0 +1,1 @@
+"""What epl tells the user: notices and warnings, each once, and what a schedule did, drawn."""

@@ -5,6 +5,7 @@ shared.py      on devices that all TaskGraphs share: what happens around every c
 ownrows.py     where ranks have rows of their own: which, in the call or micro batch under way
 loose.py       split parameters that the code between modules computes with
 trampoline.py  the forward of a model until it is cut
+leftout.py     arguments that the running forward leaves out, and the recorded one did not
 rowmap.py      how the arguments and results of split parts carry the batch, from a recorded forward
 staged.py      split TaskGraphs that are stages of a pipeline
 entries.py     `state_dict` and `load_state_dict` of a model that is cut
