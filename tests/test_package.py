@@ -84,8 +84,8 @@ def test_make_alone_lists_every_target() -> None:
 @pytest.mark.parametrize(
     ("target", "steps"),
     [
-        ("test", ["ruff check", "ruff format --check", "mypy", "OMP_NUM_THREADS=1 python -m pytest"]),
-        ("test-full", ["ruff check", "ruff format --check", "mypy", 'pytest -m "full or not full"']),
+        ("test", ["ruff check", "ruff format --check", "mypy", "OMP_NUM_THREADS=1 python -m pytest --numprocesses 2"]),
+        ("test-full", ["ruff check", "ruff format --check", "mypy", '-m "full or not full"']),
         ("demo", ["epl-launch --num_workers 1 --gpu_per_worker 2"]),
         ("docs", ["python -m epl.config.reference docs/config.md"]),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -91,7 +92,13 @@ def start(tmp_path: Path, *args: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_hear_signals,
     )
+
+
+def _hear_signals() -> None:
+    """A shell has what it starts in the background ignore Ctrl-C, the launcher stays with that: a suite that runs so must not pass it on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(path: Path, seconds: float = 40) -> str:
