@@ -24,6 +24,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from epl.cluster.bits import NUMBERS, pack_bits, unpack_bits
 from epl.cluster.place import user_place
+from epl.cluster.standstill import Standstill
 from epl.cluster.surroundings import Surroundings
 from epl.errors import CommunicationError, DeadlineError, PeerLostError, RanksDisagreeError
 
@@ -52,21 +53,32 @@ class Said:
         return result
 
 
+class Circle:
+    """Ranks that say words to each other, on a group for words alone."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        self.group, self.ranks = group, ranks
+        self.met = 0
+        """How often."""
+
+
 class Meeting:
     """A word on its way; `wait()` returns what all ranks said, or raises if they are not at the same place."""
 
-    def __init__(self, job: Job, kind: str, place: str, own: torch.Tensor) -> None:
-        self._job, self._kind, self._place = job, kind, place
-        self._all = torch.empty(job.world_size * _WORD, dtype=torch.int64)
+    def __init__(self, job: Job, circle: Circle, kind: str, place: str, own: torch.Tensor) -> None:
+        self._job, self._circle, self._kind, self._place = job, circle, kind, place
+        self._all = torch.empty(len(circle.ranks) * _WORD, dtype=torch.int64)
         self._own = own  # gloo reads it while the word travels
-        self._work = dist.all_gather_single(self._all, own, group=job.control, async_op=True)
+        self._number = job.standstill.call(circle.group)
+        self._work = dist.all_gather_single(self._all, own, group=circle.group, async_op=True)
 
     def wait(self) -> Said:
-        with speaking(self._job, f"{self._kind} ({self._place})"):
-            self._work.wait()
-        words = self._all.view(self._job.world_size, _WORD)
+        job, group = self._job, self._circle.group
+        with speaking(job, f"{self._kind} ({self._place})"):
+            job.standstill.wait(self._work, group, self._number, lambda: f"{self._kind}, at {self._place}")
+        words = self._all.view(-1, _WORD)
         if not bool((words[:, :2] == words[0, :2]).all()):
-            raise RanksDisagreeError(_disagreement(words))
+            raise RanksDisagreeError(_disagreement(words, self._circle.ranks))
         return Said(tuple(unpack_bits(row) for row in words[:, 2 : 2 + NUMBERS].tolist()), words)
 
 
@@ -78,13 +90,16 @@ class Job:
         self.device, self.timeout = device, datetime.timedelta(seconds=timeout)
         self.store: Store | None = None
         self.owns_group = not dist.is_initialized()
-        self._sequence = 0
         self._groups: dict[object, dist.ProcessGroup] = {}
         if self.owns_group:
             self._start(surroundings)
         else:
             self._adopt(surroundings)
+        self.standstill = Standstill(
+            self.store, self.rank, self.world_size
+        )  # all ranks have one when the next line ends
         self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+        self._everyone = Circle(self.control, range(self.world_size))
 
     def _start(self, surroundings: Surroundings) -> None:
         global _generation
@@ -116,16 +131,24 @@ class Job:
             datetime.timedelta(seconds=timeout),
         )
 
-    def meet(self, kind: str, bits: int = 0, *, place: str | None = None) -> Meeting:
-        """Say where this rank is; wait for the meeting before waiting on other ranks for anything else."""
-        self._sequence += 1
+    def meet(self, kind: str, bits: int = 0, *, place: str | None = None, circle: Circle | None = None) -> Meeting:
+        """Say where this rank is; wait for the meeting before waiting on other ranks for anything else. `circle`: to whom, if not to all."""
+        circle = circle or self._everyone
+        circle.met += 1
         place = place if place is not None else user_place()
         word = torch.zeros(_WORD, dtype=torch.int64)
-        word[0], word[1] = _kind_number(kind), self._sequence
+        word[0], word[1] = _kind_number(kind), circle.met
         word[2 : 2 + NUMBERS] = torch.tensor(pack_bits(bits), dtype=torch.int64)
         text = f"{kind}\n{place}".encode()[:_TEXT].ljust(_TEXT, b"\0")
         word[2 + NUMBERS :] = torch.frombuffer(bytearray(text), dtype=torch.int64)
-        return Meeting(self, kind, place, word)
+        return Meeting(self, circle, kind, place, word)
+
+    def circle(self, groups: Sequence[Sequence[int]]) -> Circle:
+        """The one of these groups that this rank is in, for words among its ranks; all ranks ask together."""
+        if len(groups) == 1:
+            return self._everyone
+        own = next(ranks for ranks in groups if self.rank in ranks)
+        return Circle(self.group_among(groups, "gloo"), own)
 
     def gather(self, kind: str, value: object) -> list[object]:
         """`value` of every rank, in rank order; small Python values only."""
@@ -267,9 +290,9 @@ def _first_told(store: Store | None, topic: str, world_size: int, own: int, pati
     return ""
 
 
-def _disagreement(words: torch.Tensor) -> str:
+def _disagreement(words: torch.Tensor, ranks: Sequence[int]) -> str:
     lines = []
-    for rank, row in enumerate(words):
+    for rank, row in zip(ranks, words, strict=True):
         kind, place = _text_of(row)
         lines.append(f"  rank {rank}: {kind}, meeting {int(row[1])}, at {place or 'an unknown place'}")
     return (

@@ -30,35 +30,29 @@ _LIKE_ANOTHER = ("view_as", "reshape_as", "expand_as")
 class OneLoss:
     """All ranks of the split compute the same loss."""
 
-    def __init__(self, ranks: SplitRanks, begin: Callable[[], None] = lambda: None) -> None:
-        """`begin` is called before every expression: the place to see that all ranks are here."""
-        self.ranks, self.begin = ranks, begin
+    def __init__(self, ranks: SplitRanks) -> None:
+        self.ranks = ranks
 
     def compute(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`func` of these arguments; partial sums are added up, what is cut stays cut."""
-        self.begin()
         args, kwargs = as_values(func, args, kwargs, self.ranks)
         return _settled(func(*args, **kwargs))
 
     def gather(self, parameter: CutParameter, why: str) -> torch.Tensor:
         """The whole of a parameter."""
-        self.begin()
         return value_of(parameter, self.ranks).gathered(why)
 
 
 class OwnLosses(OneLoss):
     """Every rank of the split has a loss of its own, that counts for `weight()` of the replica's."""
 
-    def __init__(
-        self, ranks: SplitRanks, weight: Callable[[], float], begin: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(ranks, begin)
+    def __init__(self, ranks: SplitRanks, weight: Callable[[], float]) -> None:
+        super().__init__(ranks)
         self._weight = weight
         self.glue: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: NotImplemented
         """Who knows how a function treats rows that meet parameters: what it gives, or NotImplemented."""
 
     def compute(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.begin()
         return self.go_on(func, *as_values(func, args, kwargs, self.ranks))
 
     def go_on(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,9 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from epl import _torch
+from epl.cluster.place import user_place
+from epl.cluster.standstill import Standstill
 from epl.parallel.split.common import CommonStream, State
+from epl.parallel.split.region import region
 
 Op = Literal["sum", "max"]
+_SUMMING, _GATHERING, _EXCHANGING = (
+    f"{doing} over the ranks of a split" for doing in ("summing", "gathering", "exchanging")
+)
 SWAPPED = 1 << 21
 """Bytes up to which two ranks on Gloo swap what they have instead of running its all-reduce: as many bytes in one round
 instead of two, and where ranks have as many cores as threads a round costs a millisecond, whatever its size."""
@@ -83,10 +90,13 @@ class GroupRanks(SplitRanks):
         group: dist.ProcessGroup,
         device: torch.device | None = None,
         guard: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
+        standstill: Standstill | None = None,
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
-        self.group, self._guard = group, guard
+        self.group, self._guard, self._standstill = group, guard, standstill
         self._first: Callable[[], object] | None = None
+        self.in_loop: Callable[[], None] | None = None
+        """Called before what the loop's own code sends: outside of split parts and of backward passes."""
 
     def before_next(self, wait: Callable[[], object]) -> None:
         """Call `wait` before anything else is sent: until then this rank may compute."""
@@ -101,49 +111,39 @@ class GroupRanks(SplitRanks):
 
     def all_reduce_(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
         assert tensor.dtype != torch.bool  # a sum of bools is no bool
-        self.settle()
-        with self._guard("summing over the ranks of a split"):
-            if not self._swaps(tensor):
-                dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
-                return tensor
-            other = self._swap(tensor, tensor.numel()).view(tensor.shape)
+        if not self._swaps(tensor):
+            kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+            self._run(_SUMMING, tensor, lambda: dist.all_reduce(tensor, kind, group=self.group, async_op=True))
+            return tensor
+        other = self._swap(_SUMMING, tensor, tensor.numel()).view(tensor.shape)
         return tensor.add_(other) if op == "sum" else torch.maximum(tensor, other, out=tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._swaps(tensor):
             return super().all_reduce(tensor)
-        self.settle()
         tensor = tensor.contiguous()
-        with self._guard("summing over the ranks of a split"):
-            return self._swap(tensor, tensor.numel()).view(tensor.shape).add_(tensor)
+        return self._swap(_SUMMING, tensor, tensor.numel()).view(tensor.shape).add_(tensor)
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int], dim: int) -> list[torch.Tensor]:
         shapes = [(*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]) for length in lengths]
         sizes = [prod(shape) for shape in shapes]
         if max(sizes) and self._swaps(tensor, max(sizes)):
-            self.settle()
             there = 1 - self.rank
-            with self._guard("gathering over the ranks of a split"):
-                other = self._swap(tensor.contiguous(), sizes[there]).view(shapes[there])
+            other = self._swap(_GATHERING, tensor.contiguous(), sizes[there]).view(shapes[there])
             return [other, tensor] if self.rank else [tensor, other]
         flat = tensor.reshape(-1)
         if len(set(sizes)) > 1:  # c10d gathers equal blocks
             flat = functional.pad(flat, (0, max(sizes) - flat.numel()))
         flat = flat.contiguous()
         parts = list(flat.new_empty(self.ways * max(sizes)).chunk(self.ways)) if max(sizes) else [flat] * self.ways
-        self.settle()
         if max(sizes):
-            with self._guard("gathering over the ranks of a split"):
-                dist.all_gather(parts, flat, group=self.group)
+            self._run(_GATHERING, flat, lambda: dist.all_gather(parts, flat, group=self.group, async_op=True))
         return [part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)]
 
     def all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         flat = torch.cat([part.reshape(-1) for part in parts])
         sizes = [prod(shape) for shape in shapes]
-        received = flat.new_empty(sum(sizes))
-        self.settle()
-        with self._guard("exchanging over the ranks of a split"):
-            dist.all_to_all_single(received, flat, sizes, [part.numel() for part in parts], group=self.group)
+        received = self._exchange(_EXCHANGING, flat, sizes, [part.numel() for part in parts])
         return [part.view(shape) for part, shape in zip(received.split(sizes), map(tuple, shapes), strict=True)]
 
     def _swaps(self, tensor: torch.Tensor, numel: int | None = None) -> bool:
@@ -151,11 +151,31 @@ class GroupRanks(SplitRanks):
         size = tensor.numel() if numel is None else numel
         return self.ways == 2 and tensor.is_cpu and 0 < size * tensor.element_size() <= SWAPPED
 
-    def _swap(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+    def _swap(self, what: str, tensor: torch.Tensor, size: int) -> torch.Tensor:
         """The numbers of the other rank of two, `size` of them, where this one gives its own."""
         there = 1 - self.rank
         given, wanted = [0, 0], [0, 0]
         given[there], wanted[there] = tensor.numel(), size
-        received = tensor.new_empty(size)
-        dist.all_to_all_single(received, tensor.view(-1), wanted, given, group=self.group)
+        return self._exchange(what, tensor.view(-1), wanted, given)
+
+    def _exchange(self, what: str, flat: torch.Tensor, wanted: list[int], given: list[int]) -> torch.Tensor:
+        """What all ranks have for this one, `wanted` from each, where this one has `given` for each."""
+        received = flat.new_empty(sum(wanted))
+        self._run(
+            what,
+            flat,
+            lambda: dist.all_to_all_single(received, flat, wanted, given, group=self.group, async_op=True),
+        )
         return received
+
+    def _run(self, what: str, tensor: torch.Tensor, start: Callable[[], Any]) -> None:
+        """One collective, from its start to its end."""
+        self.settle()
+        if self.in_loop is not None and not region.depth and _torch.backward_id() == -1:
+            self.in_loop()
+        with self._guard(what):
+            if self._standstill is None or not tensor.is_cpu:  # a device is not waited for here
+                start().wait()
+                return
+            number = self._standstill.call(self.group)
+            self._standstill.wait(start(), self.group, number, lambda: f"{what}, at {user_place()}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from epl.parallel.split.ranks import SplitRanks
 from epl.plan.split.cut import Cut
+
+if TYPE_CHECKING:
+    from epl.parallel.split.ranks import SplitRanks
 
 
 class Region(threading.local):

@@ -2,6 +2,7 @@
 
 cutting.py     decides how the parts are split, alike on all ranks, and cuts the parameters of this rank
 shared.py      on devices that all TaskGraphs share: what happens around every call of the model, and who shares gradients
+loopwords.py   words that ranks say before the loop's own code has them send something
 ownrows.py     where ranks have rows of their own: which, in the call or micro batch under way
 loose.py       split parameters that the code between modules computes with
 trampoline.py  the forward of a model until it is cut

@@ -42,6 +42,7 @@ from epl.train.policy import reduce_policy
 from epl.train.scaling import agree_on_unscaling
 from epl.train.split.cutting import CutParameters, as_in_training, decide, split_parameters
 from epl.train.split.entries import mind_entries
+from epl.train.split.loopwords import LoopWords
 from epl.train.split.loose import LoosePart
 from epl.train.split.ownrows import OwnRows
 from epl.train.split.stepping import step_whole_where_needed
@@ -65,13 +66,12 @@ class SharedSplit:
         self._across_lists = [list(ranks) for ranks in zip(*lists, strict=True)]
         self.group = replicas.new_groups(lists)
         self._across = replicas.new_groups(self._across_lists) if plan.num_replicas > 1 else None
-        self.ranks = GroupRanks(self.group, self._job.device, replicas.guard)
+        self.ranks = GroupRanks(self.group, self._job.device, replicas.guard, self._job.standstill)
         self.cut = CutParameters(self.ranks)
         self.has_rows = plan.parts > 1
         self._exact_dropout = env.config.split.exact_dropout
         self.placed = self._placing = False
-        self._met = False
-        """Whether ranks have met for what the loop computes with cut parameters since the latest call."""
+        self.ranks.in_loop = self._loop = LoopWords(self._job, self._job.circle(lists))
         self.rows: OwnRows | None = None
         """Where ranks have rows of their own: which, in the call under way."""
         if self.has_rows:
@@ -80,16 +80,13 @@ class SharedSplit:
             self.rows = OwnRows(
                 self._job, model, owners, self.ranks, own, self.names, micro_batches=plan.settings.num_micro_batch
             )
-        self._expressions = (
-            OneLoss(self.ranks, self._meet_for_expression)
-            if self.rows is None
-            else OwnLosses(self.ranks, self.rows.weight, self._meet_for_expression)
-        )
+        self._expressions = OneLoss(self.ranks) if self.rows is None else OwnLosses(self.ranks, self.rows.weight)
         self._part: SplitPart | None = None
         """The whole model, where all ranks have the same rows."""
         self._trampoline = Trampoline(model) if not self.has_rows and plan.settings.num_micro_batch == 1 else None
         hook = ModuleHook(self._before_call)
         replicas.at_close(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+        replicas.at_close(model.register_forward_hook(ModuleHook(self._after_call), always_call=True).remove)
         replicas.at_close(step_whole_where_needed(model, lambda parameter: self.ranks))
         # After a step as well: what steps with a closure has its gradients only then.
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
@@ -100,7 +97,7 @@ class SharedSplit:
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _torch.fake_mode_is_on() or _torch.backward_id() != -1 or self._placing:
             return  # recorded, computed again by a checkpoint, or tried out (with numbers, where its code looks at them)
-        self._met = False
+        self._loop.call_begins()
         cut = self._replicas.cut
         with (
             cut.as_it_is() if cut is not None else contextlib.nullcontext()
@@ -117,6 +114,9 @@ class SharedSplit:
                 self.rows.begin(args, kwargs)
         if self.rows is None or self._exact_dropout:
             self._meet_for_call()
+
+    def _after_call(self, module: nn.Module, args: object, output: object) -> None:
+        self._loop.call_ends()
 
     def _meet_for_call(self) -> None:
         """One that evaluates alone is told so, and so are the others: before they wait for each other, and not earlier, unless
@@ -217,12 +217,6 @@ class SharedSplit:
         rows.watch(parameters, self._expressions)
         self._replicas.at_close(model.register_forward_hook(ModuleHook(lambda *_: rows.end()), always_call=True).remove)
         notice(f"split over {self.ranks.ways} ranks:\n{plan.only(set(loose)).describe()}")
-
-    def _meet_for_expression(self) -> None:
-        """One that computes alone is told so, and so are the others: once between two calls, before anything is sent."""
-        if not self._met:
-            self._met = True
-            self.ranks.before_next(self._job.meet("computing with split parameters outside of the model").wait)
 
     def _meet_for_norm(self) -> None:
         self._job.meet("the norm of split gradients").wait()

@@ -81,7 +81,7 @@ class StageSplit:
         here = [t.name for t in self._replicas.plan.taskgraphs if t.name in self._plans and self._job.rank in _ranks(t)]
         if not here:
             return
-        self.ranks = GroupRanks(group, self._job.device, lambda what: speaking(self._job, what))
+        self.ranks = GroupRanks(group, self._job.device, lambda what: speaking(self._job, what), self._job.standstill)
         cut = CutParameters(self.ranks)
         for name in here:
             plan = self._plans[name]
