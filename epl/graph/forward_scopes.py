@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -28,20 +29,46 @@ class ForwardScopes:
     """`file.py:12` of scopes whose arguments only the running forward knows."""
 
 
+@dataclass(frozen=True)
+class Scope:
+    """One `with` statement in a forward."""
+
+    annotation: Annotation | None
+    """None: only the running forward knows its arguments."""
+    place: str
+    """`file.py:12`"""
+    body: Sequence[ast.AST]
+    function: Any
+    module: nn.Module
+
+    @property
+    def code(self) -> CodeType:
+        """Of the forward that it is in."""
+        found: CodeType = self.function.__code__
+        return found
+
+
 def forward_scopes(model: nn.Module) -> ForwardScopes:
     """The scopes in the forward of this model and of every module in it."""
-    found: dict[str | tuple[str, int], Annotation] = {}
+    found: dict[str, Annotation] = {}
     unknown: dict[str, None] = {}
-    for module in model.modules():
-        for call, function, line in _scope_calls(module):
-            place = f"{inspect.getsourcefile(function)}:{line}"
-            annotation = _evaluate(call, function, module)
-            if annotation is None:
-                unknown[place] = None
-            else:
-                named = annotation if annotation.name else _named(annotation, function.__qualname__, line)
-                found.setdefault(named.name or (place, line), named)
+    for scope in scopes_in(model):
+        if scope.annotation is None:
+            unknown[scope.place] = None
+        else:
+            found.setdefault(scope.annotation.name or scope.place, scope.annotation)
     return ForwardScopes(tuple(found.values()), tuple(unknown))
+
+
+def scopes_in(model: nn.Module) -> Iterator[Scope]:
+    """The scopes in the forward of this model and of every module in it, one by one, by name or place."""
+    for module in model.modules():
+        for statement, function, line in _scope_statements(module):
+            place = f"{inspect.getsourcefile(function)}:{line}"
+            annotation = _evaluate(statement.call, function, module)
+            if annotation is not None and annotation.name is None:
+                annotation = _named(annotation, function.__qualname__, line)
+            yield Scope(annotation, place, statement.body, function, module)
 
 
 def name_by_place(qualname: str, line: int) -> str:
@@ -53,34 +80,51 @@ def _named(annotation: Annotation, qualname: str, line: int) -> Annotation:
     return Annotation(annotation.kind, annotation.device_count, name_by_place(qualname, line))
 
 
-_sources: dict[Any, list[tuple[ast.Call, int]]] = {}  # by code object: calls in `with` statements and their lines
+class _Statement(NamedTuple):
+    call: ast.Call
+    line: int
+    body: Sequence[ast.AST]
 
 
-def _scope_calls(module: nn.Module) -> Iterator[tuple[ast.Call, Any, int]]:
+_sources: dict[Any, list[_Statement]] = {}  # by code object: `with` statements that call something
+
+
+def _scope_statements(module: nn.Module) -> Iterator[tuple[_Statement, Any, int]]:
     function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
     code = getattr(function, "__code__", None)
     if code is None or not {"replicate", "split"} & {*code.co_names, *code.co_freevars}:
         return
     if code not in _sources:
-        _sources[code] = list(_with_calls(function))
-    for call, line in _sources[code]:
-        if _is_strategy(_look_up(call.func, function, module)):
-            yield call, function, line
+        _sources[code] = list(_with_statements(function))
+    for statement in _sources[code]:
+        if _is_strategy(look_up(statement.call.func, function, module)):
+            yield statement, function, statement.line
 
 
-def _with_calls(function: Any) -> Iterator[tuple[ast.Call, int]]:
+def _with_statements(function: Any) -> Iterator[_Statement]:
+    tree = source_of(function)
+    if tree is None:
+        return
+    start = function.__code__.co_firstlineno
+    found = [
+        _Statement(item.context_expr, start + item.context_expr.lineno - 1, node.body)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+        for item in node.items
+        if isinstance(item.context_expr, ast.Call)
+    ]
+    yield from sorted(found, key=lambda each: (each.call.lineno, each.call.col_offset))
+
+
+def source_of(function: Any) -> ast.AST | None:
+    """The source of a function; None if there is none to read: built in a notebook or by exec."""
     try:
-        lines, start = inspect.getsourcelines(function)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
+        return ast.parse(textwrap.dedent("".join(inspect.getsourcelines(function)[0])))
     except (OSError, TypeError, SyntaxError):
-        return  # built in a notebook or by exec: there is no source to read
-    items = [item for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items]
-    calls = [item.context_expr for item in items if isinstance(item.context_expr, ast.Call)]
-    for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
-        yield call, start + call.lineno - 1
+        return None
 
 
-def _look_up(expression: ast.expr, function: Any, module: nn.Module) -> object:
+def look_up(expression: ast.expr, function: Any, module: nn.Module) -> object:
     """The value of an expression over globals and `self`; None if only the running forward knows it."""
     names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals, "self": module}
     try:
@@ -97,5 +141,5 @@ def _is_strategy(function: object) -> bool:
 
 
 def _evaluate(call: ast.Call, function: Any, module: nn.Module) -> Annotation | None:
-    annotation = getattr(_look_up(call, function, module), "annotation", None)
+    annotation = getattr(look_up(call, function, module), "annotation", None)
     return annotation if isinstance(annotation, Annotation) else None

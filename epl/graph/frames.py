@@ -7,7 +7,7 @@ bookkeeping on every module call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import CodeType, FrameType
 from typing import Literal
 
@@ -50,6 +50,16 @@ def place() -> Place | None:
     if any(_is_method_of_module(frame, "forward") for frame in _outwards()):
         return "forward"
     return None
+
+
+def passes(codes: Collection[CodeType]) -> bool:
+    """Whether the innermost forward that the caller stands in is one of these."""
+    for frame in _outwards():
+        if frame.f_code in codes:
+            return True
+        if _is_module_call(frame):
+            return False
+    return False
 
 
 def call_is_outermost() -> bool:

@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CodeType
 
 import torch
 from torch import nn
@@ -46,6 +47,8 @@ class Registry:
 
     def __init__(self) -> None:
         self.on_forward_scope: Callable[[Annotation], None] | None = None
+        self.claimed: set[CodeType] = set()
+        """Forwards whose scopes have claimed what they name (forward_claims.py), and do nothing when they are entered."""
         self.devices = 1
         """How many devices the run has. On one, a part under `split` is built as any other."""
         self._scopes = _OpenScopes()
@@ -65,6 +68,7 @@ class Registry:
         self.refuse_inside_scope("epl.init()")
         self.set_default(None)
         self.on_forward_scope = None
+        self.claimed.clear()
         self.devices = 1
         self._begin()
 
@@ -166,7 +170,7 @@ class Registry:
         if torch.compiler.is_compiling():
             self._scopes.stack.append(_Scope(annotation, None))
         elif frames.place() == "forward":
-            if self.on_forward_scope is not None:
+            if self.on_forward_scope is not None and not frames.passes(self.claimed):
                 self.on_forward_scope(annotation)
             self._scopes.stack.append(_Scope(annotation, None))
         else:

@@ -17,6 +17,7 @@ from epl.graph.automatic import automatic_specs, choose_stages, unit_of
 from epl.graph.blocks import find_units
 from epl.graph.cost import leaf_costs
 from epl.graph.crossings import module_crossings
+from epl.graph.forward_claims import claim_split_scopes
 from epl.graph.forward_scopes import forward_scopes
 from epl.graph.owners import owners_of, parameter_owners
 from epl.graph.record import RecordedCall, Recordings
@@ -49,6 +50,8 @@ def plan(
     env = Env.get()
     cluster = _cluster(env, num_devices, devices_per_node)
     settings = plan_settings(env.config, num_micro_batch=num_micro_batch)
+    if cluster.world_size > 1:
+        claim_split_scopes(model, registry)
     taskgraphs = taskgraphs_of(model, registry)
     choice = AutomaticChoice(env.config, model, taskgraphs)
     foreseen = _Foreseen(model, example_inputs, kwargs, env.cluster.device)

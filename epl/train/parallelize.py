@@ -14,6 +14,7 @@ from epl.config import Config
 from epl.env import Env
 from epl.errors import NotBuiltError, PlanError
 from epl.graph import TaskGraphs, registry, taskgraphs_of
+from epl.graph.forward_claims import claim_split_scopes, refuse_unclaimed
 from epl.plan import ClusterShape, Plan, make_plan
 from epl.plan.schedule import make_schedule
 from epl.report.log import notice, warn
@@ -43,6 +44,8 @@ def parallelize(
     arguments = sort_arguments(model, optimizers_and_loaders, loss_fn)
     replicas = Replicas.of(model)
     if replicas is None:
+        if job.world_size > 1:
+            claim_split_scopes(model, registry)
         taskgraphs = taskgraphs_of(model, registry)
         source = stage_source(model, taskgraphs, env.config, job.device, job.world_size)
         plan = make_plan(
@@ -56,8 +59,8 @@ def parallelize(
             _check_topology(plan, env.topology)
         job.check_same("the plan", plan.to_dict(), "Build and annotate the model alike on every rank.")
         _tell(taskgraphs, plan, env.config)
-        if plan.layout != "staged":
-            registry.on_forward_scope = None  # on shared devices there is nothing to do for scopes in the forward
+        if plan.layout != "staged" and job.world_size > 1:  # on shared devices replicas have nothing to do for it
+            registry.on_forward_scope = refuse_unclaimed
         replicas = Replicas(env, model, plan, source, taskgraphs)
         env.plan = plan
     replicas.take(arguments, loss_fn)

@@ -223,11 +223,28 @@ class Listed(nn.Module):
         return x
 
 
+class InForward(nn.Module):
+    """Scopes around the code of the forward, as EPL's users write them."""
+
+    def __init__(self, scopes: Scopes) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+        self.wide = nn.Sequential(nn.Linear(16, 21), nn.GELU(), nn.Linear(21, 10))
+        self.weight = nn.Parameter(torch.randn(23, 10))
+
+    def forward(self, x):
+        with epl.replicate(2):
+            h = self.body(x)
+        with epl.split(2):
+            return 8 * F.linear(F.normalize(self.wide(h)), F.normalize(self.weight))
+
+
 OF_WORDS = ("encoder", "stages", "chunked")
 MODELS = {
     "stages": Stages,
     "chunked": Chunked,
     "listed": Listed,
+    "in forward": InForward,
     "classifier": Classifier,
     "arcface": ArcFace,
     "looking arcface": LookingFace,

@@ -26,6 +26,7 @@ TABLE = [
     Case("arcface", 2, 2, colocated=True),
     Case("looking arcface", 2, 2, colocated=True),
     Case("alternating", 2, 2, colocated=True, clip=True),
+    Case("in forward", 4, 2, colocated=True, rows=5, clip=True),
     Case("alternating", 4, 2, "sgd", colocated=True, rows=7),
     Case("classifier", 2, 2, config={"pipeline.num_micro_batch": 3}, rows=4, clip=True),
     Case("classifier", 2, 2, colocated=True, config={"pipeline.num_micro_batch": 3}, rows=4, clip=True),
