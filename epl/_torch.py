@@ -161,6 +161,14 @@ def no_tensor_subclass() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def tensor_subclasses_asked() -> AbstractContextManager[None]:
+    """Inside, torch functions ask tensor subclasses again, within `no_tensor_subclass` too: for code of others that runs in there.
+
+    The public `torch.overrides` has no such context.
+    """
+    return torch._C._EnableTorchFunction()
+
+
 Hooks = list[dict[int, Any]]
 
 

@@ -147,6 +147,9 @@ def test_subclasses_are_not_asked_inside_no_tensor_subclass():
     loud = torch.ones(2).as_subclass(Loud)
     with _torch.no_tensor_subclass():
         assert tuple(loud.shape) == (2,)
+        with pytest.raises(AssertionError, match="asked"), _torch.tensor_subclasses_asked():
+            loud + 1
+        assert tuple(loud.shape) == (2,)
     with pytest.raises(AssertionError, match="asked"):
         loud + 1
 

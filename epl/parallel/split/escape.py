@@ -109,7 +109,9 @@ class _Moment:
         for ranks, streams in self._streams:
             ranks.set_streams(streams)
         try:
-            yield
+            # autograd.grad(loss, [a cut parameter]) runs a backward in which subclasses are not asked
+            with _torch.tensor_subclasses_asked():
+                yield
         finally:
             _become(region, before)
             for ranks, streams in now:
@@ -156,7 +158,7 @@ def _checkpoints(original: Callable[..., Any]) -> Callable[..., Any]:
 
             def both() -> tuple[Any, Any]:
                 first, again = given()
-                return first, _nested(again, moment)
+                return first, _Nested(again, moment)
 
             context_fn = both
         return original(function, preserve_rng_state, context_fn, *args, **kwargs)
@@ -164,10 +166,22 @@ def _checkpoints(original: Callable[..., Any]) -> Callable[..., Any]:
     return generator
 
 
-@contextlib.contextmanager
-def _nested(outer: Any, moment: _Moment) -> Iterator[None]:
-    with outer, moment.again():
-        yield
+class _Nested:
+    """What surrounds each computing again. There are several where backward goes through the graph more than once: gradients of inputs and
+    of weights apart (ZeroBubble), two losses (`retain_graph`)."""
+
+    def __init__(self, outer: Any, moment: _Moment) -> None:
+        self._outer, self._moment = outer, moment
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._outer)
+            stack.enter_context(self._moment.again())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 class _Reentered:

@@ -68,6 +68,27 @@ def test_checkpoint_around(reentrant: bool) -> None:
     check(Case(module, [module.part], lambda m, i: (m(i),), x(4, 8)), 2)
 
 
+def test_backward_may_go_through_a_checkpoint_twice() -> None:
+    # As with ZeroBubble (gradients of inputs, then of weights), or with two losses: what surrounds the computing again could be entered once.
+    # And what was computed again for `autograd.grad(loss, [a cut parameter])` did not know split values: torch asked no subclasses then.
+    module = Checkpointed(False).double()
+    given = x(4, 8).requires_grad_()
+    wanted = torch.autograd.grad(module(given).square().sum(), [given, module.a.weight])
+    plan = choose(module, 2, (given,))
+
+    def on_rank(ranks: ThreadRanks) -> None:
+        own, h = copy.deepcopy(module), given.detach().clone().requires_grad_()
+        part = SplitPart(own, plan, ranks)
+        out = whole(own(h)).square().sum()
+        (first,) = torch.autograd.grad(out, [h], retain_graph=True)
+        (second,) = torch.autograd.grad(out, [dict(own.named_parameters())["a.weight"]])
+        close(first, wanted[0], "the input's")
+        close(second, plan.layouts()["a.weight"].take(wanted[1], ranks.rank), "the weight's")
+        part.undo()
+
+    run_threads(on_rank, 2)
+
+
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")  # what people call
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_of_hugging_face(reentrant: bool) -> None:
