@@ -12,6 +12,7 @@ from epl.plan.bridges import BridgePlan, Crossing, describe_bridges, make_bridge
 from epl.plan.placement import Layout, PlacedTaskGraph, place
 from epl.plan.schedule import Schedule, make_schedule
 from epl.plan.spec import ClusterShape, PlanSettings, TaskGraphSpec
+from epl.plan.splits import ParameterCut, PartSplit, Sent
 from epl.plan.stageplan import StagePlan, describe_stages
 from epl.plan.table import compact_numbers, table
 
@@ -53,6 +54,8 @@ class Plan:
     """Why the stages are as they are, if epl chose them."""
     bridges: tuple[BridgePlan, ...] = ()
     """Once a forward has been recorded: what goes from the layout of one TaskGraph to that of another."""
+    splits: tuple[PartSplit, ...] = ()
+    """Once it is known how the model is called: where the parameters of its split parts are cut."""
 
     @property
     def world_size(self) -> int:
@@ -151,6 +154,10 @@ class Plan:
         """The plan with how these values go from TaskGraph to TaskGraph."""
         return replace(self, bridges=make_bridges(self.layout, self.taskgraphs, crossings))
 
+    def with_splits(self, splits: Sequence[PartSplit]) -> Plan:
+        """The plan with how these parts are split."""
+        return replace(self, splits=tuple(splits))
+
     def schedule(self) -> Schedule:
         """The order of forwards and backwards on the devices of one replica; PlanError if the settings contradict it."""
         chunks = self.settings.num_chunks
@@ -174,6 +181,7 @@ class Plan:
             lines.append(f"gradients: {self.settings.gradients_reduce_method} over {replicas} replicas")
         if self.bridges:
             lines.append(describe_bridges(self.bridges))
+        lines += [split.describe() for split in self.splits]
         if self.reason:
             lines.append(self.reason)
         return "\n".join(lines)
@@ -196,7 +204,11 @@ class Plan:
             taskgraph["devices"] = [list(ranks) for ranks in taskgraph["devices"]]
         for stage in data["stages"]:
             stage["modules"], stage["tied"] = list(stage["modules"]), list(stage["tied"])
-        for name in ("taskgraphs", "stages", "bridges"):
+        for split in data["splits"]:
+            split["parameters"], split["sent"] = list(split["parameters"]), list(split["sent"])
+            for cut in split["parameters"]:
+                cut["shape"] = list(cut["shape"])
+        for name in ("taskgraphs", "stages", "bridges", "splits"):
             data[name] = list(data[name])
         data["cluster"]["node_of_rank"] = list(data["cluster"]["node_of_rank"])
         return data
@@ -220,6 +232,7 @@ class Plan:
                 ),
                 reason=fields["reason"],
                 bridges=tuple(BridgePlan(**bridge) for bridge in fields["bridges"]),
+                splits=tuple(_split_from(split) for split in fields["splits"]),
             )
         except (KeyError, TypeError) as error:
             raise PlanError(f"this is not a plan written by Plan.to_dict of this version of epl: {error!r}") from error
@@ -249,6 +262,11 @@ def _check(taskgraphs: Sequence[TaskGraphSpec], settings: PlanSettings) -> None:
         )
     if problems:
         raise PlanError(list_problems("no plan can be made", problems))
+
+
+def _split_from(data: Mapping[str, Any]) -> PartSplit:
+    cuts = tuple(ParameterCut(**{**cut, "shape": tuple(cut["shape"])}) for cut in data["parameters"])
+    return PartSplit(data["part"], data["ways"], cuts, tuple(Sent(**sent) for sent in data["sent"]))
 
 
 def _devices(replicas: Sequence[Sequence[int]]) -> str:

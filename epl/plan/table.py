@@ -47,6 +47,27 @@ def _stem(name: str) -> tuple[str, bool]:
     return (name[: len(name) - len(last)], True) if numbered else (name, False)
 
 
+def compact_paths(names: Sequence[str]) -> list[tuple[str, str]]:
+    """The names with those that differ in one number only joined (`layers.0-5.up.weight`), each with the first that is in it."""
+    groups: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    taken: set[str] = set()
+    order = {name: n for n, name in enumerate(names)}
+    for name in names:
+        parts = name.split(".")
+        for place, part in enumerate(parts):
+            if part.isascii() and part.isdigit():
+                groups.setdefault((*parts[:place], "#", *parts[place + 1 :]), []).append((int(part), name))
+    found: dict[str, str] = {}
+    for frame, group in sorted(groups.items(), key=lambda item: -len(item[1])):
+        members = [(number, name) for number, name in sorted(group) if name not in taken]
+        if len(members) > 1:
+            taken.update(name for _, name in members)
+            numbers = compact_numbers([number for number, _ in members])
+            first = min((name for _, name in members), key=order.__getitem__)
+            found[first] = ".".join(numbers if part == "#" else part for part in frame)
+    return [(found.get(name, name), name) for name in names if name in found or name not in taken]
+
+
 def size(count: float) -> str:
     """A number of bytes for a reader: `312 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

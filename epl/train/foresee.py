@@ -26,6 +26,7 @@ from epl.graph.staging import graph_nodes, wanted_at_home
 from epl.plan import ClusterShape, Plan, PlanSettings, TaskGraphSpec, cut_stages, make_plan
 from epl.plan.stageplan import live_micro_batches
 from epl.train.cut.sources import AutomaticChoice, crossings, in_stages
+from epl.train.split.foreseen import splits_of_stages, splits_on_shared_devices
 
 
 def plan(
@@ -90,16 +91,10 @@ class _Foreseen:
         scopes = forward_scopes(self._model)
         inside = bool(scopes.annotations or scopes.unknown)
         specs = taskgraphs.specs()
-        if not self.has_inputs or cluster.world_size == 1 or (len(specs) == 1 and not inside):
+        if not self.has_inputs or cluster.world_size == 1:
             return make_plan(specs, cluster, settings)
-        if settings.colocate:
-            made = make_plan(specs, cluster, settings)
-            if "bridge" not in made.needs():
-                return made
-            recorded = self._record(owners_of(self._model, taskgraphs))
-            return _with_rows(made, recorded.rows).with_bridges(
-                module_crossings(recorded, settings.num_micro_batch, ranks=1)
-            )
+        if settings.colocate or (len(specs) == 1 and not inside):
+            return self._on_shared_devices(taskgraphs, make_plan(specs, cluster, settings))
         recorded = self._record(owners_of(self._model, taskgraphs))
         nodes = graph_nodes(recorded, self._model)
         if inside:
@@ -112,7 +107,21 @@ class _Foreseen:
         cut = cut_stages(nodes, taskgraphs=names, parameters=owners, home=wanted_at_home(recorded))
         costs = leaf_costs(recorded, self._model, settings.num_micro_batch, self._device)
         made = _with_rows(made, recorded.rows).in_order(cut.order)
-        return in_stages(made, recorded, self._model, cut, costs)
+        made = in_stages(made, recorded, self._model, cut, costs)
+        return made.with_splits(splits_of_stages(self._model, taskgraphs, made, recorded))
+
+    def _on_shared_devices(self, taskgraphs: TaskGraphs, made: Plan) -> Plan:
+        """All of a replica's devices have all TaskGraphs: what there is to know is how they are split, and the bridges between them."""
+        if "split" not in made.needs():
+            return made
+        recorded = None
+        if "bridge" in made.needs():
+            recorded = self._record(owners_of(self._model, taskgraphs))
+            crossing = module_crossings(recorded, made.settings.num_micro_batch, ranks=1)
+            made = _with_rows(made, recorded.rows).with_bridges(crossing)
+        return made.with_splits(
+            splits_on_shared_devices(self._model, taskgraphs, made, self._args, self._kwargs, recorded)
+        )
 
     def automatic(self, made: Plan) -> Plan:
         """The plan with stages that epl chooses."""

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import NamedTuple
 
 import torch
 
 from epl.plan.split.cut import Axis, Cut
 from epl.plan.split.decisions import Choice
 from epl.plan.split.layout import ParameterLayout
-from epl.plan.table import size, table
-
-
-class Sent(NamedTuple):
-    """Something that travels in every step: what kind of collective, how many bytes, why."""
-
-    what: str
-    """As `all-reduce` or `backward all-gather`; without `backward` it is sent in forward."""
-    nbytes: int
-    why: str
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it is sent in backward."""
-        return self.what.startswith("backward")
+from epl.plan.splits import ParameterCut, PartSplit, Sent
 
 
 @dataclass(frozen=True)
@@ -90,18 +74,13 @@ class SplitPlan:
         """What one forward and backward hands to collectives."""
         return sum(sent.nbytes for sent in self.events)
 
-    def describe(self) -> str:
-        """The plan as two tables: parameters, and what is sent."""
-        rows = [("parameter", "shape", "cut", "why")]
-        for name, choice in self.choices.items():
-            rows.append((name, str(self.shapes[name]), self._how(choice), self.reasons.get(name, "")))
-        sent = [("sent", "times", "bytes each", "why")]
-        for event, times in Counter(self.events).items():
-            sent.append((event.what, str(times), size(event.nbytes), event.why))
-        texts = [table(rows)]
-        if self.events:
-            texts.append(table(sent, right=(1, 2)))
-        return "\n\n".join(texts)
+    def summary(self, part: str = "") -> PartSplit:
+        """What a `Plan` lists of it, under this name."""
+        cuts = [
+            ParameterCut(name, tuple(self.shapes[name]), self._how(choice), self.reasons.get(name, ""))
+            for name, choice in self.choices.items()
+        ]
+        return PartSplit(part, self.ways, tuple(cuts), self.events)
 
     def _how(self, choice: Choice | None) -> str:
         if choice is None:

@@ -102,6 +102,7 @@ class Staged:
         self._lanes = lanes = LanePlace(devices, self._job, num_chunks=chunks, home=wide_end, copied=copied)
         if copied:
             self._split = StageSplit(self._env, self._model, self._replicas, self._source, recorded)
+            plan = self._replicas.plan = self._env.plan = plan.with_splits(self._split.splits)
         strategy = self._env.config.pipeline.strategy
         place = StagePlace(lanes.lanes, lanes.num_devices, chunks, lanes.device, strategy)
         peers = RankPeers(self._job, lanes.all_pipes, home=lanes.lanes.ranks[place.home_stage][0])

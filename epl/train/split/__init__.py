@@ -8,6 +8,7 @@ loose.py       split parameters that the code between modules computes with
 trampoline.py  the forward of a model until it is cut
 leftout.py     arguments that the running forward leaves out, and the recorded one did not
 rowmap.py      how the arguments and results of split parts carry the batch, from a recorded forward
+foreseen.py    the same decisions without ranks, for `epl.plan`
 staged.py      split TaskGraphs that are stages of a pipeline
 entries.py     `state_dict` and `load_state_dict` of a model that is cut
 whole.py       the whole state, gathered and loaded

@@ -62,6 +62,25 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
+Decide = Callable[[nn.Module, int, tuple[Any, ...], Mapping[str, Any], Mapping[str, None]], SplitPlan]
+"""The plan of a module for so many ranks that is called like this, some of whose parameters are not to be cut."""
+
+
+def plan_of(
+    model: nn.Module,
+    part: nn.Module,
+    own: Collection[str],
+    ways: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    decide: Decide,
+) -> SplitPlan:
+    """How `part` of a model is split, of whose parameters only `own` may be cut."""
+    fixed = {name: None for name, _ in part.named_parameters() if name not in own}
+    with as_in_training(model):
+        return decide(part, ways, args, kwargs, fixed)
+
+
 def decide(
     job: Job, root: nn.Module, ways: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], fixed: Mapping[str, None]
 ) -> SplitPlan:

@@ -7,7 +7,7 @@ their m-th. What a rank's loss counts for is a matter of the whole call: the wei
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,9 +43,8 @@ class Part(NamedTuple):
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    fixed: Mapping[str, None]
-    """Its parameters that are not to be cut."""
-    border: Border
+    own: Collection[str]
+    """Its parameters that may be cut."""
 
 
 class _Now(NamedTuple):
@@ -143,10 +142,7 @@ class OwnRows:
 
     def loose(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[str]) -> list[str]:
         """Of the parameters `own` those that no module of a split TaskGraph holds: code between modules computes with them."""
-        recorded = self._recordings.of(args, kwargs, 1)
-        paths = {module: path for path, module in recorded.whole.modules.items()}
-        calls = row_map(recorded, self._names)
-        return sorted(own - {name for module in calls for name, _ in module.named_parameters(prefix=paths[module])})
+        return loose_parameters(self._recordings.of(args, kwargs, 1), self._names, own)
 
     def watch(self, loose: Collection[nn.Parameter], expressions: OwnLosses) -> None:
         """From now on code between modules computes with these parameters."""
@@ -174,20 +170,11 @@ class OwnRows:
 
     def parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[str]) -> list[Part]:
         """Every module of a split TaskGraph that the forward calls; `own`: the parameters of split TaskGraphs."""
-        recorded = self._recordings.of(args, kwargs, 1)
-        calls = row_map(recorded, self._names)
-        paths = {module: path for path, module in recorded.whole.modules.items()}
-        first_call: dict[nn.Module, fx.Node] = {}
-        for node in recorded.whole.nodes:
-            if node.op == "call_module" and node.meta.get("taskgraph") in self._names:
-                first_call.setdefault(recorded.whole.modules[str(node.target)], node)
-        found = []
-        for module in calls:
-            path = paths[module]
-            names = [name for name, _ in module.named_parameters(prefix=path)]
-            fixed = {name.removeprefix(f"{path}."): None for name in names if name not in own}
-            found.append(Part(path, module, *_example(first_call[module]), fixed, Border(self, module)))
-        return found
+        return split_modules(self._recordings.of(args, kwargs, 1), self._names, own)
+
+    def border(self, module: nn.Module) -> Border:
+        """What surrounds the calls of a part."""
+        return Border(self, module)
 
     def crossings(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Crossing]:
         """What goes from TaskGraph to TaskGraph in such a call, on all ranks of the replica."""
@@ -235,6 +222,29 @@ class Border:
         return fill(
             [bridge.leave(leaf, next(how, PLAIN)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         )
+
+
+def loose_parameters(recorded: RecordedCall, taskgraphs: Collection[str], own: set[str]) -> list[str]:
+    """Of the parameters `own` those that no module of these TaskGraphs holds."""
+    paths = {module: path for path, module in recorded.whole.modules.items()}
+    calls = row_map(recorded, taskgraphs)
+    return sorted(own - {name for module in calls for name, _ in module.named_parameters(prefix=paths[module])})
+
+
+def split_modules(recorded: RecordedCall, taskgraphs: Collection[str], own: Collection[str]) -> list[Part]:
+    """Every module of these TaskGraphs that the forward calls."""
+    first_call: dict[nn.Module, fx.Node] = {}
+    for node in recorded.whole.nodes:
+        if node.op == "call_module" and node.meta.get("taskgraph") in taskgraphs:
+            first_call.setdefault(recorded.whole.modules[str(node.target)], node)
+    paths = {module: path for path, module in recorded.whole.modules.items()}
+    found = []
+    for module in row_map(recorded, taskgraphs):
+        path = paths[module]
+        names = [name for name, _ in module.named_parameters(prefix=path) if name in own]
+        cut = {name.removeprefix(f"{path}.") for name in names}
+        found.append(Part(path, module, *_example(first_call[module]), cut))
+    return found
 
 
 def _example(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -37,10 +37,11 @@ from epl.parallel.split.expressions import OneLoss, OwnLosses
 from epl.parallel.split.part import SplitPart
 from epl.parallel.split.ranks import GroupRanks
 from epl.plan.bridges import describe_bridges
+from epl.plan.splits import PartSplit
 from epl.report.log import notice
 from epl.train.policy import reduce_policy
 from epl.train.scaling import agree_on_unscaling
-from epl.train.split.cutting import CutParameters, as_in_training, decide, split_parameters
+from epl.train.split.cutting import CutParameters, as_in_training, decide, plan_of, split_parameters
 from epl.train.split.entries import mind_entries
 from epl.train.split.loopwords import LoopWords
 from epl.train.split.loose import LoosePart
@@ -166,11 +167,10 @@ class SharedSplit:
     def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         replicas, model, config = self._replicas, self._model, self._env.config
         own = split_parameters(model, self._taskgraphs, self.names)
-        optimizers = replicas.optimizers
+        optimizers, ways, agreed = replicas.optimizers, self.ranks.ways, partial(decide, self._job)
+        splits: list[PartSplit] = []
         if self.rows is None:
-            fixed = {name: None for name, _ in model.named_parameters() if name not in own}
-            with as_in_training(model):
-                plan = decide(self._job, model, self.ranks.ways, args, kwargs, fixed)
+            plan = plan_of(model, model, own, ways, args, kwargs, agreed)
             # In micro batches the code of the forward runs later, without it: `inside` surrounds that.
             in_one = replicas.plan.settings.num_micro_batch == 1
             if self._trampoline is not None:
@@ -178,19 +178,22 @@ class SharedSplit:
             self._part = self.cut.cut(
                 model, plan, config, optimizers, wraps_itself=in_one, expressions=self._expressions
             )
-            notice(f"split over {self.ranks.ways} ranks:\n{plan.describe()}")
+            splits.append(plan.summary())
         else:
             bridged = replicas.plan.with_bridges(self.rows.crossings(args, kwargs))
-            replicas.plan = self._env.plan = bridged
+            replicas.plan = bridged
             notice(describe_bridges(bridged.bridges))
-            self._cut_loose(self.rows, args, kwargs, own)
+            splits += self._cut_loose(self.rows, args, kwargs, own)
             with as_in_training(model):
                 parts = self.rows.parts(args, kwargs, own)
             for part in parts:
-                with as_in_training(model):
-                    plan = decide(self._job, part.module, self.ranks.ways, part.args, part.kwargs, part.fixed)
-                self.cut.cut(part.module, plan, config, optimizers, boundary=part.border, expressions=self._expressions)
-                notice(f"{part.path}, split over {self.ranks.ways} ranks:\n{plan.describe()}")
+                plan = plan_of(model, part.module, part.own, ways, part.args, part.kwargs, agreed)
+                border = self.rows.border(part.module)
+                self.cut.cut(part.module, plan, config, optimizers, boundary=border, expressions=self._expressions)
+                splits.append(plan.summary(part.path))
+        for split in splits:
+            notice(split.describe())
+        replicas.plan = self._env.plan = replicas.plan.with_splits(splits)
         self.placed = True
         self.ranks.common.start(self._from_first)
         replicas.at_close(self.cut.undo)
@@ -202,21 +205,21 @@ class SharedSplit:
         for reducer in replicas.reducers:
             replicas.at_close(reducer.close)
 
-    def _cut_loose(self, rows: OwnRows, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[str]) -> None:
-        """Cut the parameters under split that the code between modules computes with; before any module is cut."""
+    def _cut_loose(
+        self, rows: OwnRows, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[str]
+    ) -> list[PartSplit]:
+        """Cut the parameters under split that the code between modules computes with, before any module is cut; how they were cut."""
         model, loose = self._model, rows.loose(args, kwargs, own)
         if not loose:
-            return
+            return []
         assert isinstance(self._expressions, OwnLosses)
-        fixed = {name: None for name, _ in model.named_parameters() if name not in loose}
-        with as_in_training(model):
-            plan = decide(self._job, model, self.ranks.ways, args, kwargs, fixed)
+        plan = plan_of(model, model, loose, self.ranks.ways, args, kwargs, partial(decide, self._job))
         parameters = [p for name, p in model.named_parameters() if name in loose]
         make = partial(LoosePart, expressions=self._expressions, is_running=rows.is_running)
         self.cut.cut(model, plan, self._env.config, self._replicas.optimizers, kind=make)
         rows.watch(parameters, self._expressions)
         self._replicas.at_close(model.register_forward_hook(ModuleHook(lambda *_: rows.end()), always_call=True).remove)
-        notice(f"split over {self.ranks.ways} ranks:\n{plan.only(set(loose)).describe()}")
+        return [plan.only(set(loose)).summary()]
 
     def _meet_for_norm(self) -> None:
         self._job.meet("the norm of split gradients").wait()

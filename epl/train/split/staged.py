@@ -13,7 +13,7 @@ from torch import nn
 from epl.cluster.communication import speaking
 from epl.env import Env
 from epl.errors import PlanError
-from epl.graph import registry, taskgraphs_of
+from epl.graph import TaskGraphs, registry, taskgraphs_of
 from epl.graph.deferred import is_deferred, materialise_whole
 from epl.graph.record import RecordedCall
 from epl.graph.record.chance import torch_streams_kept
@@ -25,7 +25,7 @@ from epl.plan.split.splitplan import SplitPlan
 from epl.report.log import notice
 from epl.train.laneplace import LanePlace
 from epl.train.lazy.lane import become_lane, become_single
-from epl.train.split.cutting import CutParameters, as_in_training, decide, split_parameters
+from epl.train.split.cutting import CutParameters, Decide, decide, plan_of, split_parameters
 from epl.train.split.entries import mind_entries
 
 if TYPE_CHECKING:
@@ -58,21 +58,14 @@ class StageSplit:
         """The ranks of this one's stage, if that is split."""
         self.ids: set[int] = set()
         """Of the parameters that are cut here."""
-        self._plans: dict[str, SplitPlan] = {}
+        agreed = partial(decide, self._job)
+        self._plans = plans_of_stages(model, taskgraphs_of(model, registry), replicas.plan, recorded, agreed)
         self._parts: dict[int, SplitPart] = {}
         """By stage, those of this rank."""
-        taskgraphs = taskgraphs_of(model, registry)
-        with torch_streams_kept():
-            args, kwargs = recorded.arguments([stand_in(node.meta["spec"]) for node in recorded.whole.placeholders])
-        for taskgraph in replicas.plan.taskgraphs:
-            if taskgraph.kind == "split" and taskgraph.width > 1:
-                own = split_parameters(model, taskgraphs, {taskgraph.name})
-                fixed = {name: None for name, _ in model.named_parameters() if name not in own}
-                with as_in_training(model):
-                    plan = decide(self._job, model, taskgraph.width, args, kwargs, fixed).only(own)
-                # Its own parameters alone: those of other TaskGraphs on these ranks (chunks) have plans of their own.
-                self._plans[taskgraph.name] = plan
-                notice(f"{taskgraph.name}, split over {taskgraph.width} ranks:\n{plan.describe()}")
+        self.splits = [plan.summary(name) for name, plan in self._plans.items()]
+        """For the plan to list."""
+        for split in self.splits:
+            notice(split.describe())
 
     def cut(self, lanes: LanePlace, own: Mapping[str, nn.Parameter], owners: Mapping[str, int]) -> None:
         """Cut what is here; all ranks call it together. `own`: the parameters of this rank's stages, `owners`: who answers for each."""
@@ -103,6 +96,20 @@ class StageSplit:
         """What surrounds the forward of a stage: code between its modules sees split parameters as split, too."""
         part = self._parts.get(stage)
         return contextlib.nullcontext() if part is None else part.entered()
+
+
+def plans_of_stages(
+    model: nn.Module, taskgraphs: TaskGraphs, plan: Plan, recorded: RecordedCall, decide: Decide
+) -> dict[str, SplitPlan]:
+    """How every split TaskGraph is cut, each its own parameters alone: chunks share ranks, and have plans of their own."""
+    with torch_streams_kept():
+        args, kwargs = recorded.arguments([stand_in(node.meta["spec"]) for node in recorded.whole.placeholders])
+    found = {}
+    for taskgraph in plan.taskgraphs:
+        if taskgraph.kind == "split" and taskgraph.width > 1:
+            own = split_parameters(model, taskgraphs, {taskgraph.name})
+            found[taskgraph.name] = plan_of(model, model, own, taskgraph.width, args, kwargs, decide).only(own)
+    return found
 
 
 def _ranks(taskgraph: Any) -> set[int]:

@@ -119,7 +119,7 @@ def test_uneven_sizes_are_dealt_out() -> None:
 def test_the_plan_can_be_printed_and_sent() -> None:
     plan = plan_layer("llama_layers")
     assert pickle.loads(pickle.dumps(plan)) == plan
-    text = plan.describe()
+    text = plan.summary().describe()
     assert "self_attn.q_proj.weight" in text
     assert "6 heads of 8" in text
     assert "modeling_llama.py" in text

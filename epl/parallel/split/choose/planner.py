@@ -245,7 +245,8 @@ def _assembled(rest: Decisions, units: list[Unit], plans: Mapping[str, SplitPlan
 
 def _warn_of_whole(module: nn.Module, plan: SplitPlan, given: Mapping[str, Fixed]) -> None:
     """Say which large parameters stay whole although nobody asked for it, and why: they take memory on every rank."""
-    total = sum(prod(shape) for shape in plan.shapes.values())
+    left_out = {name for name, fixed in given.items() if fixed.dim is None}
+    total = sum(prod(shape) for name, shape in plan.shapes.items() if name not in left_out)
     found: dict[str, str] = {}
     for name in plan.whole:
         shape = plan.shapes[name]

@@ -23,7 +23,7 @@ from epl.parallel.split.fixed import Fixed
 from epl.parallel.split.parameters import seats_of
 from epl.parallel.split.value import RefineError
 from epl.plan.split.decisions import Decisions, HeadsError
-from epl.plan.split.splitplan import Sent
+from epl.plan.splits import Sent
 
 T = TypeVar("T")
 COLLECTIVE = 16 << 10
@@ -76,7 +76,8 @@ class Search:
         self._subject, self._ways, self._boundary = subject, ways, boundary
         parameters = seats_of(subject.module)[1]
         self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        total = sum(p.numel() for p in parameters.values())
+        # Those of other stages, of which each is cut by itself, are none of this part.
+        total = sum(p.numel() for name, p in parameters.items() if name not in fixed or fixed[name].dim is not None)
         self._small = frozenset(n for n, p in parameters.items() if p.ndim > 1 and p.numel() * SMALL < total)
         self._begin = Decisions(ways, self._shapes, self._small)
         if known is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from epl.parallel.split.user_rules import with_own_forwards
 from epl.parallel.split.value import RefineError, SplitTensor, shard, whole
 from epl.plan.split.cut import Axis, Cut
 from epl.plan.split.decisions import Choice, Decisions, HeadsError, Wish
-from epl.plan.split.splitplan import Sent
+from epl.plan.splits import Sent
 
 
 class Turns:
@@ -290,5 +291,5 @@ def _merged(
             at = noted[order[id(streams[path])]]
             stream = kept[at]
             assert stream is not None
-            kept[at], kept[place] = stream._replace(nbytes=stream.nbytes + gone.nbytes), None
+            kept[at], kept[place] = replace(stream, nbytes=stream.nbytes + gone.nbytes), None
     return [event for event in kept if event is not None]

@@ -1,0 +1,57 @@
+"""How a model would be split, for `epl.plan`: as at its first call, but nobody has to agree on it, and nothing is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from epl.graph import TaskGraphs
+from epl.graph.record import RecordedCall
+from epl.parallel.split.choose import choose
+from epl.plan import Plan
+from epl.plan.split.splitplan import SplitPlan
+from epl.plan.splits import PartSplit
+from epl.train.split.cutting import as_in_training, plan_of, split_parameters
+from epl.train.split.ownrows import loose_parameters, split_modules
+from epl.train.split.staged import plans_of_stages
+
+
+def splits_of_stages(model: nn.Module, taskgraphs: TaskGraphs, plan: Plan, recorded: RecordedCall) -> list[PartSplit]:
+    """Of the stages of a plan, called as recorded; SplitError with all that is in the way."""
+    found = plans_of_stages(model, taskgraphs, plan, recorded, _alone)
+    return [split.summary(name) for name, split in found.items()]
+
+
+def splits_on_shared_devices(
+    model: nn.Module,
+    taskgraphs: TaskGraphs,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    recorded: RecordedCall | None,
+) -> list[PartSplit]:
+    """Where TaskGraphs share devices; `recorded` if ranks have rows of their own."""
+    split = [t for t in plan.taskgraphs if t.kind == "split" and t.width > 1]
+    if not split:
+        return []
+    ways, names = split[0].width, {t.name for t in split}
+    own = split_parameters(model, taskgraphs, names)
+    if recorded is None:
+        return [plan_of(model, model, own, ways, args, kwargs, _alone).summary()]
+    found = []
+    if loose := loose_parameters(recorded, names, own):
+        found.append(plan_of(model, model, loose, ways, args, kwargs, _alone).only(set(loose)).summary())
+    with as_in_training(model):
+        parts = split_modules(recorded, names, own)
+    for part in parts:
+        plan_of_part = plan_of(model, part.module, part.own, ways, part.args, part.kwargs, _alone)
+        found.append(plan_of_part.summary(part.path))
+    return found
+
+
+def _alone(
+    root: nn.Module, ways: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], fixed: Mapping[str, None]
+) -> SplitPlan:
+    return choose(root, ways, args, kwargs, fixed=fixed)
