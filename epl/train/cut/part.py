@@ -55,11 +55,13 @@ class PartGradients:
         self._aside: Aside | None = None
         self._collects = self._more_comes = False
         self._sends: list[bool] = []
+        self.at_work = False
+        """A pass of the model is under way; what comes at other times is from code of the loop that has whole parameters."""
 
     def before(self, *, collects: bool, more_comes: bool = False) -> None:
         """A pass begins. `collects`: gradients are only asked for, `.grad` stays as it is. `more_comes`: to one lane of a stage, maybe,
         and not to the others: nothing leaves before that."""
-        self._collects, self._more_comes = collects, more_comes
+        self.at_work, self._collects, self._more_comes = True, collects, more_comes
         # Hooks of the user's must see the whole gradient, once: until then it is kept beside `.grad`.
         own_hooks = len(self._reducers)  # each has one on every trained parameter
         apart = self._parameters if collects else hooked(self._parameters, own_hooks)
@@ -80,8 +82,14 @@ class PartGradients:
 
     def after(self, extra: Mapping[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
         """The pass is over, these come on top: all are reduced; or, if they were only asked for, returned."""
-        if extra:
-            torch.autograd.backward(list(extra), [g.clone() for g in extra.values()])
+        try:
+            if extra:
+                torch.autograd.backward(list(extra), [g.clone() for g in extra.values()])
+            return self._finish()
+        finally:
+            self.at_work = False
+
+    def _finish(self) -> dict[nn.Parameter, torch.Tensor]:
         aside, self._aside = self._aside, None
         for reducer in self._reducers:
             reducer.ignore(())
@@ -102,6 +110,7 @@ class PartGradients:
 
     def abandon(self) -> None:
         """The pass has raised."""
+        self.at_work = False
         if self._aside is not None:
             self._aside.put_back()
             self._aside = None

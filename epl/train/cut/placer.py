@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,7 @@ class Staged:
         self._placed: StageCut | None = None
         self._lanes: LanePlace
         self._carrier: StageCarrier
+        self._gradients: PartGradients
         self._rows: tuple[int, ...] = ()
 
     def cut(self, recorded: RecordedCall) -> StageCut:
@@ -115,9 +116,11 @@ class Staged:
         for name, parameter in parameters.items():
             if name not in own and is_deferred(parameter):
                 materialise_whole(parameter)  # to be let go of
-        self._let_go_of_the_rest(parameters, own, cut)
+        count = lanes.num_devices
+        together = {name for name, stages in cut.holders.items() if all(stage % count in copied for stage in stages)}
+        self._let_go_of_the_rest(parameters, own, cut, together)
         if self._split is not None:
-            self._split.cut(lanes, own, {name: self._owner(cut, name) for name in own})
+            self._split.cut(lanes, own, {name: self._owner(cut, name) for name in own}, together)
         held = Held(self._model, list(own), [name for name, stages in cut.buffers.items() if here.intersection(stages)])
         self._sync_batch_norm()
         reducers = self._replicas.reducers = self._make_reducers(held)
@@ -134,7 +137,7 @@ class Staged:
                 meet=lambda: self._meet("the norm of gradients"),
             )
         )
-        gradients = PartGradients(list(own.values()), place.model_stages, reducers, ties)
+        gradients = self._gradients = PartGradients(list(own.values()), place.model_stages, reducers, ties)
         edges = [(a, b) for b in range(len(lanes.lanes.ranks)) for a in range(b)]
         carrier = StageCarrier(place, peers, lanes.make_transport(edges), parameters, gradients, self._note_rows)
         bytes_here = sum(p.nbytes for p in own.values())
@@ -164,14 +167,18 @@ class Staged:
     # ---- parameters ------------------------------------------------------------------------------------------------
 
     def _let_go_of_the_rest(
-        self, parameters: Mapping[str, nn.Parameter], own: Mapping[str, nn.Parameter], cut: StageCut
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        own: Mapping[str, nn.Parameter],
+        cut: StageCut,
+        together: Collection[str],
     ) -> None:
         for name, parameter in parameters.items():
             if name not in own:
                 if parameter.is_meta:
                     nothing = torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=self._job.device)
                     _torch.give_memory(parameter, nothing.expand(parameter.shape))
-                become_foreign(parameter, self._owner(cut, name), name)
+                become_foreign(parameter, self._owner(cut, name), name, together=name in together)
                 for optimizer in self._replicas.optimizers:
                     if not isinstance(optimizer, torch.optim.LBFGS):  # its state is that of the whole vector
                         optimizer.state.pop(parameter, None)
@@ -241,8 +248,13 @@ class Staged:
         self._rows = rows
 
     def _factor(self) -> float:
-        """What this rank's gradients count for in an average (f on top of epl/parallel/reducer.py)."""
-        return self._lanes.gradient_factor(self._replica_factor())
+        """What this rank's gradients count for in an average (f on top of epl/parallel/reducer.py).
+
+        A penalty that is differentiated by itself gives every lane of a wide stage the whole of it, not a share.
+        """
+        of_replica = self._replica_factor()
+        shares = self._gradients.at_work or not self._env.config.communication.clip_after_allreduce
+        return self._lanes.gradient_factor(of_replica) if shares else of_replica
 
     def _replica_factor(self) -> float:
         plan = self._replicas.plan

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from epl.graph.spec import leaves_of
-from epl.train.lazy.foreign import foreign_parameters, refuse
+from epl.train.lazy.foreign import ForeignParameter, foreign_parameters, refuse
+from epl.train.lazy.lane import LaneParameter
 from epl.train.lazy.meeting import asks, meet
 from epl.train.lazy.node import Node, foreign, reached_by_gradient, topological
 from epl.train.lazy.outer import leaves_behind, outer_tensors
@@ -45,8 +46,8 @@ def differentiate_alone(
     outer = leaves_behind(outer_tensors([n for n in topological([root]) if n in reached]))
     known = [p.epl_parts.carrier for p in parameters if hasattr(p, "epl_parts")]
     mine = {id(p) for carrier in known if carrier is not None for p in carrier.parameters.values()}
-    if len({p.epl_owner for p in parameters}) == 1 and not any(id(leaf) in mine for leaf in outer):
-        if outer:
+    if _has_one_owner(parameters) and not any(id(leaf) in mine for leaf in outer):
+        if outer or any(isinstance(p, LaneParameter) for p in parameters):
             refuse(parameters[0], doing)
         return []
     carriers = _carriers_behind([root], doing)
@@ -72,13 +73,19 @@ def _carriers_behind(nodes: Sequence[Node], doing: str) -> list[Carrier]:
         refuse(parameters[0], doing)
     for node in nodes:
         inside = [n for n in topological([node]) if not n.done]
-        owners = {n.args[0].epl_owner for n in inside if n.func is foreign}
+        behind = [n.args[0] for n in inside if n.func is foreign]
         # What this rank adds of its own is a real tensor beside other terms; beside a parameter itself it is data (a layer called).
         terms = (n for n in inside if n.func is not foreign and not any(p.func is foreign for p in n.parents))
-        if len(owners) == 1 and not any(leaves_of((n.args, n.kwargs), torch.Tensor) for n in terms):
+        if _has_one_owner(behind) and not any(leaves_of((n.args, n.kwargs), torch.Tensor) for n in terms):
             refuse(
                 parameters[0],
-                f"{doing} of a term over parameters of rank {owners.pop()} alone, which has them all and waits for nobody "
+                f"{doing} of a term over parameters of rank {behind[0].epl_owner} alone, which has them all and waits for nobody "
                 "(add it to a loss that calls the model, and read that)",
             )
     return carriers
+
+
+def _has_one_owner(parameters: Sequence[ForeignParameter | LaneParameter]) -> bool:
+    """Whether one rank has all of them, and so computes with them without asking anybody. The lanes of a split stage do not: they have
+    written down the same as everybody."""
+    return len({p.epl_owner for p in parameters}) == 1 and not any(p.epl_together for p in parameters)

@@ -25,6 +25,8 @@ class ForeignParameter(nn.Parameter):
 
     epl_owner: int
     epl_name: str
+    epl_together: bool
+    """Whether those that have it, the lanes of a split stage, write down what is computed from it as this rank does."""
     epl_node: Node
     epl_parts: Parts
     """Of the model that it belongs to, once that was called."""
@@ -69,8 +71,8 @@ def node_of(tensor: torch.Tensor) -> Node:
     return tensor.node() if isinstance(tensor, LaneParameter) else tensor.epl_node
 
 
-def become_foreign(parameter: nn.Parameter, owner: int, name: str) -> None:
-    """`parameter`, the same object, no longer has its numbers: rank `owner` has them. `name` is for messages."""
+def become_foreign(parameter: nn.Parameter, owner: int, name: str, *, together: bool = False) -> None:
+    """`parameter`, the same object, no longer has its numbers: rank `owner` has them, with others if `together`. `name` is for messages."""
     with torch.no_grad():
         parameter.grad = None
         shape = parameter.shape
@@ -79,7 +81,7 @@ def become_foreign(parameter: nn.Parameter, owner: int, name: str) -> None:
         parameter.data = parameter.data.new_full((1,) * len(shape), nothing).expand(shape)
     parameter.__class__ = ForeignParameter
     assert isinstance(parameter, ForeignParameter)
-    parameter.epl_owner, parameter.epl_name = owner, name
+    parameter.epl_owner, parameter.epl_name, parameter.epl_together = owner, name, together
     parameter.epl_node = Node(foreign, (parameter,), {}, Context(True, ()), Spec.of(parameter))
 
 
@@ -87,7 +89,7 @@ def become_own(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """Undo `become_foreign`: `parameter`, the same object, has these numbers from now on."""
     assert isinstance(parameter, ForeignParameter)
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    for attribute in ("epl_owner", "epl_name", "epl_node", "epl_parts"):
+    for attribute in ("epl_owner", "epl_name", "epl_together", "epl_node", "epl_parts"):
         vars(parameter).pop(attribute, None)
     parameter.data = data
 

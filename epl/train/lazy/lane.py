@@ -45,6 +45,8 @@ class LaneParameter(CutParameter):
     """The ranks that have it, all of which compute what home asks for."""
     epl_ranks: SplitRanks
     epl_name: str
+    epl_together: bool
+    """Whether all that have it are lanes of split stages; else some rank computes with it by itself."""
     epl_node: Node
 
     @classmethod
@@ -87,13 +89,15 @@ class _Recorded:
         return parameter  # it looks whole to whatever is computed from it
 
 
-def become_lane(parameter: nn.Parameter, lanes: Sequence[int], owner: int, name: str, ranks: SplitRanks) -> None:
+def become_lane(
+    parameter: nn.Parameter, lanes: Sequence[int], owner: int, name: str, ranks: SplitRanks, *, together: bool
+) -> None:
     """`parameter`, the same object, is used by the loop as if another rank had it; its numbers, or this rank's block, stay here."""
     parameter.__class__ = LaneParameter
     assert isinstance(parameter, LaneParameter)
     parameter.epl_expressions = _Recorded()
     parameter.epl_owner, parameter.epl_name, parameter.epl_ranks = owner, name, ranks
-    parameter.epl_lanes = tuple(lanes)
+    parameter.epl_lanes, parameter.epl_together = tuple(lanes), together
     parameter.epl_node = Node(foreign, (parameter,), {}, Context(True, ()), _spec(parameter))
     _torch.allow_foreach(LaneParameter)
 
@@ -114,6 +118,7 @@ def become_single(parameter: nn.Parameter) -> None:
             "epl_name",
             "epl_ranks",
             "epl_lanes",
+            "epl_together",
             "epl_node",
             "epl_parts",
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,8 +67,11 @@ class StageSplit:
         for split in self.splits:
             notice(split.describe())
 
-    def cut(self, lanes: LanePlace, own: Mapping[str, nn.Parameter], owners: Mapping[str, int]) -> None:
-        """Cut what is here; all ranks call it together. `own`: the parameters of this rank's stages, `owners`: who answers for each."""
+    def cut(
+        self, lanes: LanePlace, own: Mapping[str, nn.Parameter], owners: Mapping[str, int], together: Collection[str]
+    ) -> None:
+        """Cut what is here; all ranks call it together. `own`: the parameters of this rank's stages, `owners`: who answers for each,
+        `together`: those that split stages alone have."""
         group = lanes.lane_group()
         stages = [t.name for t in self._replicas.plan.taskgraphs]
         here = [t.name for t in self._replicas.plan.taskgraphs if t.name in self._plans and self._job.rank in _ranks(t)]
@@ -88,7 +91,7 @@ class StageSplit:
         replicas.at_close(cut.undo)
         here_too = lanes.lane_ranks
         for name, parameter in own.items():
-            become_lane(parameter, here_too, owners[name], name, self.ranks)
+            become_lane(parameter, here_too, owners[name], name, self.ranks, together=name in together)
             replicas.at_close(partial(become_single, parameter))
         replicas.at_close(mind_entries(self._model, self.ranks.rank))
 
