@@ -50,6 +50,12 @@ def _inplace_view(x: torch.Tensor, y: torch.Tensor) -> Any:
     return x, flat, later
 
 
+def _rotary(x: torch.Tensor, angles: torch.Tensor) -> Any:
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(turned).flatten(-2), turned.real, turned.imag, turned.conj().abs()
+
+
 def _plain_changed(x: torch.Tensor, y: torch.Tensor) -> Any:
     total = torch.zeros(4, 6, dtype=torch.float64)
     total.add_(x)
@@ -173,6 +179,8 @@ def table() -> list[Program]:
         lambda x: (x.permute(2, 0, 1), x.transpose(0, -1), x.movedim(0, 2), x.mT, x.swapaxes(1, 2)),
         "f 2 4 6",
     )
+    # Without a rule for complex numbers every rank had all heads of an attention with such positions.
+    add("rotary", _rotary, "f 2 4 6", "f 4 3")
     add("t", lambda x: (x.t(), x.T, x.H, x.mT, x.mH, x.adjoint()), *x)
     add("unsqueeze", lambda x: (x.unsqueeze(0), x.unsqueeze(-1), x.unsqueeze(1).squeeze(1), x[None, :, None]), *x)
     add("squeeze", lambda x: (x.squeeze(), x.squeeze(1), x.squeeze(0)), "f 4 1 6")

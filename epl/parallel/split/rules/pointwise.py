@@ -31,10 +31,12 @@ logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_l
 minimum fmax fmin sign sgn signbit floor ceil round trunc fix frac lerp addcmul addcdiv reciprocal nan_to_num isnan
 isinf isposinf isneginf isfinite hypot logaddexp logaddexp2 heaviside float double half bfloat16 int long short char
 byte bool contiguous clone detach fmod remainder floor_divide rsub copysign xlogy sinc positive deg2rad rad2deg conj
-real imag angle __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__
-__rpow__ __neg__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__
-__floordiv__ __rfloordiv__ __mod__ __rmod__ __lshift__ __rshift__ __rlshift__ __rrshift__ __abs__ __pos__ __iadd__
-__isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ zero_ fill_ copy_
+conj_physical resolve_conj resolve_neg polar complex cfloat cdouble float_power ldexp expit xlog1py ndtr log_ndtr
+gammaln real imag angle __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__
+__pow__ __rpow__ __neg__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__
+__invert__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __lshift__ __rshift__ __rlshift__ __rrshift__ __abs__ __pos__
+__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ zero_ fill_
+copy_
 """
 POINTWISE = _POINTWISE.split()
 ADD = set(functions_named("add", "__add__", "__radd__"))

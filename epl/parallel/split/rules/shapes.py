@@ -70,6 +70,11 @@ def _of_known(func: Any, input: SplitTensor, args: Any, kwargs: Any, copies: boo
     return tuple(view_copy(input, part, lambda base, n=n: func(base, *args, **kwargs)[n]) for n, part in enumerate(out))  # type: ignore[misc]
 
 
+def _getter(name: str) -> Any:
+    """What an attribute of a tensor dispatches as."""
+    return getattr(torch.Tensor, name).__get__
+
+
 # ---- one shape as another --------------------------------------------------------------------------------------------
 
 
@@ -182,6 +187,29 @@ def rule_unflatten(func: Any, input: SplitTensor, dim: int, sizes: Sequence[int]
     return input.view(*input.shape[:dim], *sizes, *input.shape[dim + 1 :])
 
 
+# ---- complex numbers as pairs (rotary positions, as Meta's Llama has them) ----------------------------------------------
+
+
+@rule("view_as_complex")
+@linear()
+def rule_view_as_complex(func: Any, input: SplitTensor) -> Any:
+    if input.place == input.ndim - 1:
+        return NotImplemented  # a number in two pieces
+    try:
+        local = func(input.local)
+    except RuntimeError:  # a block may lie in memory otherwise than the whole would
+        local = func(input.local.contiguous())
+    return shard(local, input.place, input.cut, input.ranks)
+
+
+@linear()
+def rule_same_places(func: Any, input: SplitTensor) -> Any:
+    return shard(func(input.local), input.place, input.cut, input.ranks)
+
+
+RULES[torch.view_as_real] = RULES[_getter("real")] = RULES[_getter("imag")] = rule_same_places
+
+
 # ---- dims in another order, more or fewer of them ----------------------------------------------------------------------
 
 
@@ -198,11 +226,6 @@ def rule_transpose(func: Any, input: SplitTensor, dim0: int, dim1: int) -> Any:
 @linear()
 def rule_t(func: Any, input: SplitTensor) -> Any:
     return input if input.ndim < 2 else input.transpose(0, 1)
-
-
-def _getter(name: str) -> Any:
-    """What an attribute of a tensor dispatches as."""
-    return getattr(torch.Tensor, name).__get__
 
 
 @linear()
