@@ -179,7 +179,6 @@ def table() -> list[Program]:
         lambda x: (x.permute(2, 0, 1), x.transpose(0, -1), x.movedim(0, 2), x.mT, x.swapaxes(1, 2)),
         "f 2 4 6",
     )
-    # Without a rule for complex numbers every rank had all heads of an attention with such positions.
     add("rotary", _rotary, "f 2 4 6", "f 4 3")
     add("t", lambda x: (x.t(), x.T, x.H, x.mT, x.mH, x.adjoint()), *x)
     add("unsqueeze", lambda x: (x.unsqueeze(0), x.unsqueeze(-1), x.unsqueeze(1).squeeze(1), x[None, :, None]), *x)
@@ -278,6 +277,9 @@ def table() -> list[Program]:
     add("sdpa", F.scaled_dot_product_attention, "f 2 4 3 5", "f 2 4 3 5", "f 2 4 3 5")
     add("sdpa causal", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *["f 2 4 3 5"] * 3)
     add("sdpa mask", F.scaled_dot_product_attention, *["f 2 4 3 5"] * 3, "f 2 1 3 3")
+    for heads in (1, 2):
+        grouped = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
+        add(f"sdpa grouped {heads}", grouped, "f 2 4 3 5", f"f 2 {heads} 3 5", f"f 2 {heads} 3 5")
     add("sdpa 3d", F.scaled_dot_product_attention, "f 4 3 5", "f 4 3 5", "f 4 3 5", "b 3 3")
     # norms
     add("layer norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), "f 3 4 6", "f 6", "f 6")

@@ -6,9 +6,11 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from epl.errors import SplitError
-from tests.parallel.split.compare import compare, layouts_of
+from epl.parallel.split.value import SplitTensor
+from tests.parallel.split.compare import compare, even, layouts_of
 from tests.parallel.split.table import REFUSED, inputs_of, table
 
 PROGRAMS = table()
@@ -30,3 +32,22 @@ def test_a_program_on_split_values_is_the_program(program, ways):
         except SplitError:
             assert program.name in REFUSED
     assert tried
+
+
+# What was gathered there, to the same numbers: every rank computed all heads of such attentions.
+STAY_CUT = ["rotary", "sdpa grouped 1", "sdpa grouped 2"]
+
+
+@pytest.mark.parametrize("name", STAY_CUT)
+def test_heads_that_are_cut_stay_cut(name):
+    program = next(program for program in PROGRAMS if program.name == name)
+    inputs = inputs_of(program)
+    place = inputs[0].ndim - 3
+
+    def run(*given):
+        outputs = program.run(*given)
+        for out in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
+            assert not isinstance(given[0], SplitTensor) or (isinstance(out, SplitTensor) and out.place == place)
+        return outputs
+
+    compare(run, inputs, [(place, even(inputs[0].shape[place], 2)), *[None] * (len(inputs) - 1)], 2)

@@ -67,7 +67,14 @@ def _heads(item: Any, lead: SplitTensor, place: int, cut: Cut, ranks: SplitRanks
         if is_cut(item) and item.from_end == place and not same(item.cut, cut, ranks):
             return None
         return block_of(item, place, cut, ranks, "heads are cut differently")
-    if not grouped or place != -3 or not is_cut(item) or item.from_end != place:
+    if not grouped or place != -3:
+        return None
+    if not isinstance(item, SplitTensor):  # whole: one head of keys for all queries, mostly
+        if size == 1:
+            return enter(item, ranks)
+        times, odd = divmod(lead.shape[place], size)
+        return None if odd or not times else block_of(item.repeat_interleave(times, place), place, cut, ranks, "")
+    if not is_cut(item) or item.from_end != place:
         return None
     same(item.cut, cut, ranks)  # while planning: one axis for both, groups of heads
     if item.cut.axis.counts != cut.axis.counts:
