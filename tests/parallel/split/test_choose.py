@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from epl.errors import SplitError
-from epl.parallel.split.choose import choose
+from epl.parallel.split.choose import choose, search
 from epl.plan.split.decisions import Choice
 from epl.plan.split.splitplan import SplitPlan
 from epl.report import log
@@ -199,6 +199,40 @@ def test_repeated_layers_are_planned_once() -> None:
 
 
 # ---- nothing is touched
+
+
+class Pairs(nn.Module):
+    """Layers that are lists themselves, and are never called: their blocks were searched all at once, in the square of the time."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([MLP(6, 12), nn.LayerNorm(6), MLP(6, 10)]) for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, norm, second in self.layers:
+            x = x + second(norm(x + first(x)))
+        return x
+
+
+def test_blocks_in_lists_of_lists_are_planned_once() -> None:
+    plans = [choose(Pairs(layers), 2, (torch.randn(2, 6, requires_grad=True),)) for layers in (2, 6)]
+    assert plans[1].runs == plans[0].runs
+    assert all(
+        choice is not None for name, choice in plans[1].choices.items() if name.endswith("weight") and ".1." not in name
+    )
+
+
+def test_a_search_that_takes_too_long_ends_with_what_was_found(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "MOST_CALLS", 30)  # a U-Net took a quarter of an hour on every rank, and said nothing
+    monkeypatch.setattr(log.logger, "propagate", True)
+    monkeypatch.setattr(log, "_said", set())
+    layer, x = nn.TransformerEncoderLayer(8, 2, 12), torch.randn(3, 2, 8, requires_grad=True)
+    with caplog.at_level(logging.INFO, "epl"):
+        plan = choose(layer, 2, (x,))
+    assert "stopped looking" in caplog.text
+    assert plan.choices["linear1.weight"] is not None
 
 
 class Moving(nn.Module):

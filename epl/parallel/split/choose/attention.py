@@ -1,4 +1,4 @@
-"""How many attentions a run computes whole, all their heads on every rank."""
+"""What a run computes: how many attentions whole, all their heads on every rank; and how much there is to it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ class Attention(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.whole = 0
+        self.calls = 0
+        """Of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.calls += 1
         fused = func is functional.scaled_dot_product_attention
         if fused or func in _SOFTMAX:
             values = [

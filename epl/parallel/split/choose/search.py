@@ -24,11 +24,14 @@ from epl.parallel.split.parameters import seats_of
 from epl.parallel.split.value import RefineError
 from epl.plan.split.decisions import Decisions, HeadsError
 from epl.plan.splits import Sent
+from epl.report.log import notice
 
 T = TypeVar("T")
 COLLECTIVE = 16 << 10
 """A collective costs as much as this many bytes more."""
 _MOST_RUNS = 3000
+MOST_CALLS = 300_000
+"""So many torch functions are run to try other ways, some ten seconds: with what a part holds grow both the ways and the time of each."""
 SMALL = 50
 """A parameter may stay whole if it is less than this part of all."""
 
@@ -85,6 +88,7 @@ class Search:
         self._turns = Turns(fixed)
         self._refused: list[HeadsError] = []
         self.runs = 0
+        self._calls = 0
 
     def best(self) -> Outcome:
         """The best way found; SplitError if there is none, or only one that gathers where heads do not divide."""
@@ -94,6 +98,12 @@ class Search:
         while True:
             left = [(p, n) for p, count in self._turns.points.items() for n in range(1, count) if (p, n) not in tried]
             if not left:
+                break
+            if best is not None and self._calls > MOST_CALLS:
+                notice(
+                    f"{type(self._subject.module).__name__} has many parameters outside of repeated blocks: epl stopped looking for a better way "
+                    f"to split it after {self.runs} runs. Split its blocks apart, or say with epl.split_rule where their parameters are cut"
+                )
                 break
             point, n = min(left, key=lambda pair: not _is_wish(pair[0]))
             tried.add((point, n))
@@ -141,9 +151,12 @@ class Search:
                 f"no way to split was settled on in {_MOST_RUNS} runs: say where its parameters are cut, with epl.split_rule"
             )
         with Attention() as attention:
-            events = without_numbers(
-                self._subject, lambda: trace(self._subject, decisions, self._turns, self._boundary)
-            )
+            try:
+                events = without_numbers(
+                    self._subject, lambda: trace(self._subject, decisions, self._turns, self._boundary)
+                )
+            finally:
+                self._calls += attention.calls
         return events, attention
 
     def _granted(self, step: _Step, refined: RefineError) -> _Step:

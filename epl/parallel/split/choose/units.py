@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 def find_units(root: nn.Module) -> list[Unit]:
-    """The outermost modules that stand in a list beside others of their class, have parts and share no weight with others."""
+    """The outermost modules that stand in a list (or in lists of it) beside others of their class, have parts and share no weight with others."""
     found: list[Unit] = []
     _look("", root, found)
     kinds = [unit.kind for unit in found]
@@ -59,15 +59,24 @@ def find_units(root: nn.Module) -> list[Unit]:
 
 
 def _look(path: str, module: nn.Module, found: list[Unit]) -> None:
-    children = list(module.named_children())
-    classes = [type(child) for _, child in children] if isinstance(module, _LISTS) else []
-    for name, child in children:
-        inner = f"{path}.{name}" if path else name
+    entries = list(_entries(path, module))
+    classes = [type(child) for _, child in entries] if isinstance(module, _LISTS) else []
+    for inner, child in entries:
         kind = fingerprint(child) if classes.count(type(child)) > 1 and _is_block(child) else None
         if kind is not None:
             found.append(Unit(inner, child, kind))
         else:
             _look(inner, child, found)
+
+
+def _entries(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Its children; of a list in a list (`layers.append(nn.ModuleList([attention, mlp]))`) those, as nobody calls the list itself."""
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        if isinstance(module, _LISTS) and type(child).forward is nn.Module.forward:
+            yield from _entries(inner, child)
+        else:
+            yield inner, child
 
 
 def _is_block(module: nn.Module) -> bool:
