@@ -18,6 +18,7 @@ from torch import nn
 from epl import _torch
 from epl.errors import StateError
 from epl.graph.spec import leaves_of
+from epl.parallel.split.filling import drawn, draws, looks, refuse_initialiser
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.region import region
 from epl.parallel.split.value import changes
@@ -53,8 +54,13 @@ class CutParameter(nn.Parameter):
             with _torch.no_tensor_subclass():
                 return func(parameter, WholeGradient.of(parameter, hook))
         if region.depth or not cls.computes(func):
+            name = getattr(func, "__name__", "")
             try:
                 with _torch.no_tensor_subclass():
+                    if draws(name) and not region.depth:
+                        return drawn(func, args, kwargs or {}, CutParameter)
+                    if looks(name) and not region.depth:
+                        refuse_initialiser(name, leaves_of((args, kwargs), CutParameter)[0])
                     return func(*args, **kwargs) if kwargs else func(*args)
             except RuntimeError as error:
                 _explain(error, args, kwargs)

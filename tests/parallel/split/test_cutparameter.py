@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import epl
-from epl.errors import SplitError, StateError
+from epl.errors import SplitError, StateError, UsageError
 from epl.parallel.split.choose import choose
 from epl.parallel.split.cutparameter import CutParameter, become_plain
 from epl.parallel.split.expressions import OwnLosses
@@ -159,3 +160,58 @@ def test_a_vector_of_whole_parameters_is_not_cut_up_as_one_of_blocks() -> None:
         return blocks.numel()
 
     assert on_blocks(write)[1] == [20, 15]
+
+
+def test_random_numbers_for_a_parameter_are_those_of_one_device() -> None:
+    # Both ranks had the same numbers in different places, and went on with different random states, as one had drawn more.
+    def filled(p: Any, ranks: ThreadRanks) -> Any:
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(3)
+            p.add_(torch.randn_like(p), alpha=0.1).mul_(torch.rand_like(p))
+            first = p.detach().clone()
+            nn.init.trunc_normal_(p, std=0.2)
+            second = p.detach().clone()
+            nn.init.uniform_(p, -1, 2)
+            return first, second, p.detach().clone(), torch.rand(4)
+
+    lock = threading.Lock()  # the threads share one random state
+
+    def body(p: Any, ranks: ThreadRanks) -> Any:
+        with lock:
+            return filled(p, ranks)
+
+    layer, (first, second) = on_blocks(body)
+    expected = filled(layer.weight, None)  # type: ignore[arg-type]
+    for n in range(3):
+        assert torch.equal(torch.cat([first[n], second[n]]), expected[n])
+    assert torch.equal(first[3], expected[3])
+    assert torch.equal(second[3], expected[3])
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        nn.init.xavier_uniform_,
+        nn.init.xavier_normal_,
+        nn.init.kaiming_uniform_,
+        nn.init.kaiming_normal_,
+        nn.init.orthogonal_,
+        nn.init.eye_,
+    ],
+)
+def test_an_initialiser_that_looks_at_the_shape_of_a_block_is_refused(fill: Any) -> None:
+    def body(p: Any, ranks: ThreadRanks) -> None:
+        with pytest.raises(UsageError, match=rf"torch.nn.init.{fill.__name__} .* \(7, 5\).* before that call"):
+            fill(p)
+
+    on_blocks(body)
+
+
+def test_initialisers_that_do_not_look_at_the_shape_work_on_blocks() -> None:
+    def body(p: Any, ranks: ThreadRanks) -> None:
+        nn.init.constant_(p, 2.0)
+        assert p.detach().unique().tolist() == [2.0]
+        nn.init.zeros_(p)
+        assert not p.detach().any()
+
+    on_blocks(body)
