@@ -35,10 +35,10 @@ def set_up_log(rank: int) -> None:
         logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
-def notice(text: str) -> None:
-    """Tell the user something worth knowing, once, on rank 0."""
-    if text not in _said:
-        _said.add(text)
+def notice(text: str, what: str = "") -> None:
+    """Tell the user something worth knowing, once, on rank 0. `what`: what is said once, if its text may differ (by sizes)."""
+    if (what or text) not in _said:
+        _said.add(what or text)
         logger.info(text)
 
 

@@ -348,7 +348,10 @@ def gather_all(func: Any, args: Any, kwargs: Any) -> Any:
         )
     cut = [value for value in split if not value.is_partial]
     if cut and not cut[0].ranks.plan:
-        notice(f"split: {name} has no rule for a value cut like {cut[0]!r}: it is gathered on every rank for that")
+        notice(
+            f"split: {name} has no rule for a value cut like {cut[0]!r}: it is gathered on every rank for that",
+            f"split: {name} {cut[0].from_end} {cut[0].cut.axis.name}",
+        )
     why = f"{name} needs it whole" if cut else f"{name} needs the sum"
     changed = args[0] if args and (changes(name) or kwargs.get("inplace")) else None
     if leaves_of(changed, SplitTensor):

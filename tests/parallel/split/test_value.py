@@ -13,6 +13,7 @@ from epl.errors import SplitError
 from epl.parallel.split.region import region
 from epl.parallel.split.value import SplitTensor, enter, partial, recut, shard, take, whole
 from epl.plan.split.cut import Axis, Cut
+from epl.report import log
 from tests.parallel.split.compare import compare, even
 from tests.parallel.split.threads import run_threads
 
@@ -60,6 +61,20 @@ def test_a_function_without_a_rule_gathers_with_a_notice(caplog):
     for values, calls in run_threads(run, 2):
         assert torch.allclose(values, torch.linalg.svdvals(X))
         assert calls == ["all-gather"]
+
+
+def test_a_sequence_that_grows_is_told_of_once(caplog, monkeypatch):
+    # Every step of a generate loop said it again, with one more place in the shape.
+    caplog.set_level("INFO")
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log.logger, "propagate", True)
+
+    def run(ranks):
+        for rows in (1, 2, 3):
+            torch.linalg.svdvals(shard(CUT.take(X[:rows], 1, ranks.rank).clone(), 1, CUT, ranks))
+
+    run_threads(run, 2)
+    assert caplog.text.count("svdvals has no rule") == 1
 
 
 def test_reading_a_value_gathers():
