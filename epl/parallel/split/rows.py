@@ -15,6 +15,10 @@ divided between the ranks as it comes: rows, features, classes.
 Σ w_r loss_r with w_r = n_r / Σ n, on all ranks alike. So on the way out a gradient is multiplied by w_r, and on the way in divided by
 it: what data parallelism then averages by rows (epl/train/weights.py) is the replica's gradient. Without these two factors a
 backbone would learn k times too little, and train.
+
+A gradient that is itself used (a penalty on gradients) is a value of the world in which it arrives, and it has crossed the border the
+other way. So what goes back through its crossing is treated as what crosses there forward, and is no further multiplied: inside, the
+gradient g of the outside is w·g, and the one of w·g, inside, that of g, outside, times w, divided by w.
 """
 
 from __future__ import annotations
@@ -98,7 +102,22 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _ScaledBack.apply(grads[0], ctx.factor), None
         return (grads[0] if ctx.factor == 1.0 else grads[0] * ctx.factor), None
+
+
+class _ScaledBack(torch.autograd.Function):
+    """A gradient on its way back through `_Scaled`; what comes back through this goes the way of `_Scaled`."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return gradient * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Scaled.apply(grads[0], ctx.factor), None
 
 
 class _Out(_Scaled):
@@ -126,13 +145,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ranks, weight = ctx.args
-        return ranks.all_reduce_((grads[0] * weight).contiguous()), None, None
-
-
-def share_loss(value: torch.Tensor, ranks: SplitRanks, weight: float) -> torch.Tensor:
-    """A whole value without rows, for use in this rank's own loss, which counts for `weight`."""
-    return cast("torch.Tensor", _Leave.apply(value, ranks, weight)) if value.requires_grad else value
+        return _Average.apply(grads[0], *ctx.args), None, None
 
 
 class _Average(torch.autograd.Function):
@@ -140,11 +153,18 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: SplitRanks, weight: float) -> torch.Tensor:
+        ctx.args = ranks, weight
         return ranks.all_reduce_((x * weight).contiguous())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], None, None  # × w_r as an addend of the average, ÷ w_r on the way out of the inside world
+        # × w_r as an addend of the average, ÷ w_r on the way out of the inside world
+        return (_Leave.apply(grads[0], *ctx.args) if torch.is_grad_enabled() else grads[0]), None, None
+
+
+def share_loss(value: torch.Tensor, ranks: SplitRanks, weight: float) -> torch.Tensor:
+    """A whole value without rows, for use in this rank's own loss, which counts for `weight`."""
+    return cast("torch.Tensor", _Leave.apply(value, ranks, weight)) if value.requires_grad else value
 
 
 class RowBridge:

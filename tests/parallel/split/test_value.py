@@ -202,6 +202,30 @@ def test_gradients_of_gradients():
         compare(program, [X, torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)], [None, layout], 2)
 
 
+TARGETS = torch.tensor([0, 3, 1])
+OVER_CLASSES = {
+    "cross_entropy": lambda logits: F.cross_entropy(logits, TARGETS, reduction="none", label_smoothing=0.1),
+    "soft targets": lambda logits: F.cross_entropy(logits, F.one_hot(TARGETS, 4) * 0.9, reduction="none"),
+    "softmax": lambda logits: (logits.softmax(1) * torch.arange(4)).square().sum(1),
+    "log_softmax": lambda logits: logits.log_softmax(1).square().sum(1),
+    "norm": lambda logits: logits.norm(dim=1),
+}
+
+
+@pytest.mark.parametrize("name", OVER_CLASSES)
+def test_gradients_of_gradients_over_classes(name):
+    # Their backward read what was neither an argument nor a result of theirs, or was made once only: a penalty on gradients lost, in
+    # silence, all that it has to do with the logits.
+    def program(x, w):
+        (found,) = torch.autograd.grad(OVER_CLASSES[name](F.linear(x, w)).sum(), x, create_graph=True)
+        return found.square()
+
+    for ways in (2, 3):
+        compare(
+            program, [X, torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)], [None, (0, even(4, ways))], ways
+        )
+
+
 def test_taking_a_block_joins_its_gradient():
     def run(ranks):
         x = X.clone().requires_grad_()

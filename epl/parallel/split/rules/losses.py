@@ -6,14 +6,14 @@ import functools
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from epl import _torch
+from epl.parallel.split.functions import Enter
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.rules.common import is_cut, owned
 from epl.parallel.split.rules.pointwise import pointwise
-from epl.parallel.split.rules.reductions import top_over
+from epl.parallel.split.rules.reductions import summed, top_over
 from epl.parallel.split.rules.registry import rule
 from epl.parallel.split.value import SplitTensor, block_of, differentiable, partial, settle, shard, whole
 
@@ -24,6 +24,9 @@ class CrossEntropyCut(torch.autograd.Function):
     """Per-row loss of logits [n, classes here]: two small all-reduces, nothing of the size of the logits is sent.
 
     loss = a · lse − Σ_c t_c x_c with t_c the weighted, smoothed target of class c and a = Σ_c t_c.
+
+    Beside the losses it returns the chances of the classes here, for its own backward: what a backward reads has to be an argument or a
+    result, or gradients of gradients lack, in silence, all that comes from there.
     """
 
     @staticmethod
@@ -35,7 +38,7 @@ class CrossEntropyCut(torch.autograd.Function):
         on: torch.Tensor | None,
         smooth: tuple[torch.Tensor, torch.Tensor] | None,
         soft: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # at, on: the target's place here and its weight (0 elsewhere); smooth: weights of the classes here and of the rows; soft: [n, c]
         top = top_over(x, ranks, 1).squeeze(1)
         raised = (x - top.unsqueeze(1)).exp_()
@@ -52,22 +55,31 @@ class CrossEntropyCut(torch.autograd.Function):
                 parts[1] = parts[1] + (x @ smooth[0]) * smooth[1]
                 parts[2] = parts[2] + smooth[0].sum() * smooth[1]
         total, dot, mass = ranks.all_reduce_(torch.stack(parts)).unbind(0)
-        ctx.save_for_backward(raised.div_(total.unsqueeze(1)), at, on, soft, mass, *(smooth or ()))
-        return mass * (top + total.log()) - dot
+        chances = raised.div_(total.unsqueeze(1))
+        ctx.save_for_backward(chances, at, on, soft, mass, *(smooth or ()))
+        ctx.set_materialize_grads(False)
+        ctx.ranks = ranks
+        return mass * (top + total.log()) - dot, chances
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         chances, at, on, soft, mass, *smooth = ctx.saved_tensors
-        (gradient,) = grads
-        found = chances * (mass * gradient).unsqueeze(1)
-        if soft is not None:
-            found -= soft * gradient.unsqueeze(1)
-        else:
-            if found.shape[1]:
-                found.scatter_add_(1, at.unsqueeze(1), -(on * gradient).unsqueeze(1))
-            if smooth:
-                found -= smooth[0] * (smooth[1] * gradient).unsqueeze(1)
+        of_loss, of_chances = grads
+        found: torch.Tensor | None = None
+        if of_loss is not None:
+            gradient: Any = Enter.apply(of_loss, ctx.ranks) if torch.is_grad_enabled() else of_loss
+            found = chances * (mass * gradient).unsqueeze(1)
+            if soft is not None:
+                found = found.sub_(soft * gradient.unsqueeze(1))
+            else:
+                if found.shape[1]:
+                    found = found.scatter_add_(1, at.unsqueeze(1), -(on * gradient).unsqueeze(1))
+                if smooth:
+                    found = found.sub_(smooth[0] * (smooth[1] * gradient).unsqueeze(1))
+        if of_chances is not None:  # somebody differentiates gradients
+            total = summed((of_chances * chances).sum(1, keepdim=True), ctx.ranks)
+            more = chances * (of_chances - total)
+            found = more if found is None else found + more
         return found, None, None, None, None, None
 
 
@@ -119,7 +131,7 @@ def _by_classes(
         soft = target.unsqueeze(0) if x.ndim == 1 else target.movedim(1, -1).reshape(-1, classes)
         soft = cut.take(soft.to(local.dtype), 1, ranks.rank) * (1 - smoothing) + smoothing / classes
         soft = soft if own is None else soft * own
-        found = CrossEntropyCut.apply(local, ranks, None, None, None, soft)
+        found, _ = CrossEntropyCut.apply(local, ranks, None, None, None, soft)
         return found, local.new_tensor(local.shape[0])  # type: ignore[return-value]
     ids = target.reshape(-1)
     live = ids != ignore_index
@@ -134,7 +146,7 @@ def _by_classes(
     if smoothing:
         each = torch.ones_like(local[0] if len(local) else local.sum(0)) if own is None else own
         smooth = (each * (smoothing / classes)).detach(), live.to(local.dtype)
-    found = CrossEntropyCut.apply(local, ranks, at, rows * mine * (1 - smoothing), smooth, None)
+    found, _ = CrossEntropyCut.apply(local, ranks, at, rows * mine * (1 - smoothing), smooth, None)
     return found, rows.sum()  # type: ignore[return-value]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from epl.graph.spec import swap
+from epl.parallel.split.functions import Enter, Reduce
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.rules.common import Dims, dims_of, like, reduced
 from epl.parallel.split.rules.registry import rule
@@ -22,6 +22,13 @@ def top_over(local: torch.Tensor, ranks: SplitRanks, dim: int) -> torch.Tensor:
     shape[dim] = 1
     top = local.amax(dim, keepdim=True) if local.shape[dim] else local.new_full(shape, -math.inf)
     return ranks.all_reduce_(top.contiguous(), "max")
+
+
+def summed(local: torch.Tensor, ranks: SplitRanks) -> torch.Tensor:
+    """The sum over ranks of something that a backward has made, for its own cut work; differentiable again where gradients are."""
+    if not torch.is_grad_enabled():
+        return ranks.all_reduce_(local.contiguous())
+    return cast("torch.Tensor", Enter.apply(Reduce.apply(local, ranks, False), ranks))
 
 
 class SoftmaxCut(torch.autograd.Function):
@@ -38,14 +45,13 @@ class SoftmaxCut(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (out,), (gradient,) = ctx.saved_tensors, grads
         ranks, dim, log = ctx.args
         if log:
-            total = ranks.all_reduce_(gradient.sum(dim, keepdim=True).contiguous())
+            total = summed(gradient.sum(dim, keepdim=True), ranks)
             return gradient - out.exp() * total, None, None, None
-        total = ranks.all_reduce_((gradient * out).sum(dim, keepdim=True).contiguous())
+        total = summed((gradient * out).sum(dim, keepdim=True), ranks)
         return out * (gradient - total), None, None, None
 
 
@@ -143,13 +149,16 @@ class NormCut(torch.autograd.Function):
             (x.abs().square() if x.is_complex() else x * x).sum(dims, keepdim=True).contiguous()
         ).sqrt_()
         ctx.save_for_backward(x, out)
+        ctx.ranks = ranks
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, out = ctx.saved_tensors
-        return x * (grads[0] / out).masked_fill_(out == 0, 0), None, None
+        factor = (grads[0] / out).masked_fill_(out == 0, 0)
+        if torch.is_grad_enabled():
+            factor = cast("torch.Tensor", Enter.apply(factor, ctx.ranks))
+        return x * factor, None, None
 
 
 @rule("norm", "linalg_vector_norm", "vector_norm")
