@@ -63,9 +63,9 @@ class RowShare:
         """The rows of one micro batch; what a rank's loss counts for is that of the whole call."""
         return RowShare(Axis("rows", sum(counts), len(counts), counts), self.weights)
 
-    def cut(self, inner: int = 1) -> Cut:
-        """How a dim of rows, each `inner` elements long, lies on the ranks."""
-        return Cut(self.axis, (inner,))
+    def cut(self, inners: tuple[int, ...] = (1,)) -> Cut:
+        """How a dim of rows lies on the ranks that has sections with so many elements of each."""
+        return Cut(self.axis, inners)
 
 
 class Batched(NamedTuple):
@@ -73,8 +73,8 @@ class Batched(NamedTuple):
 
     dim: int | None
     """The dim with the rows; None: it has none."""
-    inner: int = 1
-    """Elements of that dim for each row (tokens, if rows and positions are one dim)."""
+    inners: tuple[int, ...] = (1,)
+    """Sections of that dim, by their elements for each row: (positions,) if rows and positions are one dim, (1, 1) for two views of all rows."""
     coupled: bool = False
     """Without rows, but made from them: each rank has one of its own."""
 
@@ -193,7 +193,7 @@ class RowBridge:
             own = value
             if value.requires_grad:
                 own = cast("torch.Tensor", _Scaled.apply(value, 1 / weight if weight else 0.0))
-            return shard(own, how.dim, self.share.cut(how.inner), self.ranks)
+            return shard(own, how.dim, self.share.cut(how.inners), self.ranks)
         if how.coupled and value.is_floating_point():
             notice(
                 f"a {tuple(value.shape)} value that each rank computes from its own rows goes into a split part without a batch dim: "
@@ -216,7 +216,7 @@ class RowBridge:
             value = whole(value, "leaves a split part")
         if how.dim is None:
             return share_loss(value, self.ranks, self.weight)
-        return self.out(take(value, how.dim, self.share.cut(how.inner), self.ranks))
+        return self.out(take(value, how.dim, self.share.cut(how.inners), self.ranks))
 
     def out(self, own: torch.Tensor) -> torch.Tensor:
         """This rank's own rows, outside."""
@@ -225,7 +225,7 @@ class RowBridge:
     def _scattered(self, value: SplitTensor, how: Batched) -> Any:
         if how.dim is None or value.total is not None:
             return whole(value)
-        cut = self.share.cut(how.inner)
+        cut = self.share.cut(how.inners)
         own = cast("torch.Tensor", ReduceScatter.apply(value.local, self.ranks, how.dim, cut))
         out = shard(own, how.dim, cut, self.ranks)
         return out if value.extra is None else out + value.extra
@@ -322,7 +322,7 @@ class OwnRowsOf(SplitTensor):
             assert self.how.dim is not None
             # With their graph, also where only a number is looked at: a loss may follow that needs it.
             with torch.enable_grad():
-                own = recut(self.all_rows, self.how.dim, self.bridge.share.cut(self.how.inner))
+                own = recut(self.all_rows, self.how.dim, self.bridge.share.cut(self.how.inners))
                 self.__dict__["own"] = self.bridge.out(own.local)
         return cast("torch.Tensor", self.own)
 
@@ -344,7 +344,7 @@ def own_rows_of(value: SplitTensor, bridge: RowBridge, how: Batched) -> OwnRowsO
     assert how.dim is not None
     made = cast("OwnRowsOf", shard(value.local, value.place, value.cut, value.ranks, kind=OwnRowsOf))
     shape = list(value.global_shape)
-    shape[how.dim] = bridge.share.cut(how.inner).length(bridge.ranks.rank)
+    shape[how.dim] = bridge.share.cut(how.inners).length(bridge.ranks.rank)
     made.__dict__.update(all_rows=value, bridge=bridge, how=how, global_shape=torch.Size(shape))
     return made
 
@@ -382,7 +382,7 @@ def _cross_entropy(
         return None
     if isinstance(target, SplitTensor) or target.requires_grad or target.shape[0] != logits.shape[0]:
         return None
-    everyones = whole(shard(target, 0, bridge.share.cut(how.inner), bridge.ranks))
+    everyones = whole(shard(target, 0, bridge.share.cut(how.inners), bridge.ranks))
     each = functional.cross_entropy(
         logits.all_rows, everyones, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )

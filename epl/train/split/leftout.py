@@ -62,8 +62,8 @@ class LeftOut:
                 if not isinstance(recorded, fx.Node) or recorded not in self._questions:
                     return None
                 how = carries[recorded]
-                if self._cut is not None and how.dim is None and how.coupled:
-                    return None  # made from the rows of the whole call: not that of a micro batch
+                if self._cut is not None and (len(how.inners) > 1 if how.dim is not None else how.coupled):
+                    return None  # made from the rows of the whole call, or all of them in sections: not that of a micro batch
                 added.append(recorded)
                 return self._value(recorded, how)
             if isinstance(found, torch.Tensor):
@@ -90,7 +90,8 @@ class LeftOut:
             value: torch.Tensor = self._questions[node](self._inputs)
             if self._cut is not None and how.dim is not None:
                 start, stop = self._cut
-                value = value.narrow(how.dim, start * how.inner, (stop - start) * how.inner)
+                (inner,) = how.inners
+                value = value.narrow(how.dim, start * inner, (stop - start) * inner)
             self._values[node] = value
         return self._values[node]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from epl.graph.record.tree import skeleton
 from epl.graph.spec import Spec
 from epl.parallel.split.rows import PLAIN, Batched, PartCall
 from epl.train.split.leftout import LeftOut
+from epl.train.split.roworder import RowOrder
 
 
 class RecordedPart(NamedTuple):
@@ -40,9 +42,10 @@ class GlueCall(NamedTuple):
 def row_map(recorded: RecordedCall, taskgraphs: Collection[str]) -> RowMap:
     """How the batch goes into the parts of these TaskGraphs and comes out of them."""
     found: RowMap = {}
+    order = RowOrder(recorded)
     for place, node in enumerate(recorded.whole.nodes):
         if node.op == "call_module" and node.meta.get("taskgraph") in taskgraphs:
-            call = _part_call(recorded, node, place)
+            call = _part_call(recorded, order, node, place)
             carries = dict(zip((argument for argument, _ in _inputs(node)), call.inputs, strict=True))
             part = RecordedPart(call, node, carries)
             found.setdefault(recorded.whole.modules[str(node.target)], []).append(part)
@@ -53,6 +56,7 @@ def glue_calls(recorded: RecordedCall, parameters: Collection[int]) -> list[Glue
     """How the batch goes through the code between modules that computes with these parameters (by id), or with what follows from them."""
     found: list[GlueCall] = []
     of_parameters: set[fx.Node] = set()
+    order = RowOrder(recorded)
     for place, node in enumerate(recorded.whole.nodes):
         if node.op == "get_attr":
             held = recorded.whole.held.get(node)
@@ -61,7 +65,7 @@ def glue_calls(recorded: RecordedCall, parameters: Collection[int]) -> list[Glue
         elif node.op == "call_function" and not of_parameters.isdisjoint(node.all_input_nodes):
             of_parameters.add(node)
             try:
-                call = _part_call(recorded, node, place)
+                call = _part_call(recorded, order, node, place)
             except PlanError:  # no dim of it is the batch: own rows are gathered for it
                 continue
             if any(how.coupled for how in (*call.inputs, *call.outputs)):  # not made of own rows and of no others
@@ -152,7 +156,7 @@ def _is_numbers(index: Any) -> bool:
     return isinstance(index, list) and all(isinstance(each, (int, list)) for each in index)
 
 
-def _part_call(recorded: RecordedCall, node: fx.Node, place: int) -> PartCall:
+def _part_call(recorded: RecordedCall, order: RowOrder, node: fx.Node, place: int) -> PartCall:
     another = recorded.another_size()
     rows, other = (recorded.rows, None) if another is None else (another[0], another[1].nodes[place])
     sides = []
@@ -162,7 +166,9 @@ def _part_call(recorded: RecordedCall, node: fx.Node, place: int) -> PartCall:
         depends = recorded.depends_on_batch(node) if specs is _outputs else None
         sides.append(
             tuple(
-                _batched(a, b, recorded.rows, rows, node, _depends(recorded, n, depends))
+                _batched(
+                    a, b, recorded.rows, rows, node, _depends(recorded, n, depends), partial(order.sections, n or node)
+                )
                 for (n, a), (_, b) in zip(here, there, strict=True)
             )
         )
@@ -207,7 +213,15 @@ def _nodes(tree: Any) -> Iterator[fx.Node]:
         yield from _nodes((tree.start, tree.stop, tree.step))
 
 
-def _batched(here: Spec, there: Spec, rows: int, other: int, node: fx.Node, depends: bool) -> Batched:
+def _batched(
+    here: Spec,
+    there: Spec,
+    rows: int,
+    other: int,
+    node: fx.Node,
+    depends: bool,
+    sections: Callable[[int], tuple[int, ...]],
+) -> Batched:
     shape, compared = here.shape, there.shape
     if other == rows:  # nothing to compare with: the forward runs at this size only
         if depends and shape and shape[0] == rows:
@@ -220,7 +234,7 @@ def _batched(here: Spec, there: Spec, rows: int, other: int, node: fx.Node, depe
         dim = changed[0]
         inner, rest = divmod(shape[dim], rows)
         if not rest and inner and compared[dim] == inner * other:
-            return Batched(dim, inner)
+            return Batched(dim, sections(inner))
     raise PlanError(
         f"{describe(node)}, or an argument of it, has the shape {tuple(shape)} for {rows} rows and {tuple(compared)} for {other}: no dim of it "
         "is the batch. Ranks have rows of their own under replicate, and a split part on the same devices needs to know which they "
