@@ -45,27 +45,44 @@ class RowShare:
 
     axis: Axis
     weights: tuple[float, ...]
+    idle: tuple[bool, ...]
+    """Whether a rank's row only keeps it in step (a tail with fewer rows than ranks). It repeats another and has no place inside, where a
+    loss or a statistic would count it; outside the rank is given the results of another row."""
 
     @staticmethod
     def of(counts: Sequence[int], counted: Sequence[bool] | None = None, *, by_rows: bool = True) -> RowShare:
-        """From how many rows each rank has; those not `counted` only keep a rank in step (a tail with fewer rows than ranks).
+        """From how many rows each rank has; those not `counted` only keep a rank in step.
 
         Without `by_rows` every rank's loss counts alike, as data parallelism has it where nobody knows the rows (epl/train/weights.py).
         """
         if not by_rows:
-            return RowShare(Axis("rows", sum(counts), len(counts), counts), (1 / len(counts),) * len(counts))
+            return RowShare._of(counts, (1 / len(counts),) * len(counts), (False,) * len(counts))
         real = [n if counted is None or counted[r] else 0 for r, n in enumerate(counts)]
         total = sum(real)
         weights = tuple(n / total if total else 1 / len(real) for n in real)
-        return RowShare(Axis("rows", sum(counts), len(counts), counts), weights)
+        return RowShare._of(counts, weights, tuple(not n and total > 0 for n in real))
+
+    @staticmethod
+    def _of(counts: Sequence[int], weights: tuple[float, ...], idle: tuple[bool, ...]) -> RowShare:
+        inside = [0 if idle[rank] else n for rank, n in enumerate(counts)]
+        return RowShare(Axis("rows", sum(inside), len(inside), inside), weights, idle)
 
     def of_micro_batch(self, counts: Sequence[int]) -> RowShare:
         """The rows of one micro batch; what a rank's loss counts for is that of the whole call."""
-        return RowShare(Axis("rows", sum(counts), len(counts), counts), self.weights)
+        return RowShare._of(counts, self.weights, self.idle)
 
     def cut(self, inners: tuple[int, ...] = (1,)) -> Cut:
         """How a dim of rows lies on the ranks that has sections with so many elements of each."""
         return Cut(self.axis, inners)
+
+    def own(self, value: torch.Tensor, how: Batched, rank: int) -> torch.Tensor:
+        """The part of a rank's own rows that has a place inside."""
+        assert how.dim is not None
+        return value.narrow(how.dim, 0, 0) if self.idle[rank] else value
+
+    def shown(self, how: Batched, rank: int) -> int:
+        """How long the dim with rows is outside."""
+        return sum(how.inners) if self.idle[rank] else self.cut(how.inners).length(rank)
 
 
 class Batched(NamedTuple):
@@ -190,9 +207,9 @@ class RowBridge:
             return value
         if how.dim is not None:
             weight = self.weight
-            own = value
+            own = self.share.own(value, how, self.ranks.rank)
             if value.requires_grad:
-                own = cast("torch.Tensor", _Scaled.apply(value, 1 / weight if weight else 0.0))
+                own = cast("torch.Tensor", _Scaled.apply(own, 1 / weight if weight else 0.0))
             return shard(own, how.dim, self.share.cut(how.inners), self.ranks)
         if how.coupled and value.is_floating_point():
             notice(
@@ -210,13 +227,29 @@ class RowBridge:
             value = self._scattered(value, how)
         if isinstance(value, SplitTensor):
             if value.cut.axis is self.share.axis:
-                return self.out(value.local)
+                return self.rows_of(value, how)
             if how.dim is not None and value.place != how.dim:
                 return own_rows_of(value, self, how)
             value = whole(value, "leaves a split part")
         if how.dim is None:
             return share_loss(value, self.ranks, self.weight)
-        return self.out(take(value, how.dim, self.share.cut(how.inners), self.ranks))
+        return self.out(self._filled(take(value, how.dim, self.share.cut(how.inners), self.ranks), value, how))
+
+    def rows_of(self, value: SplitTensor, how: Batched) -> torch.Tensor:
+        """This rank's own rows, outside, of a value that is cut along its rows."""
+        if not any(self.share.idle):
+            return self.out(value.local)
+        how = how._replace(dim=value.place, inners=value.cut.inners)
+        return self.out(self._filled(value.local, whole(value, "a rank without rows needs one"), how))
+
+    def _filled(self, own: torch.Tensor, everyones: torch.Tensor, how: Batched) -> torch.Tensor:
+        """Of a rank without rows, the last row of all; no gradient leaves it. Others have their own."""
+        if not self.share.idle[self.ranks.rank]:
+            return own
+        assert how.dim is not None
+        rows = self.share.axis.granules
+        last = Cut(Axis("last", rows, 2, (rows - 1, 1)), how.inners)
+        return torch.cat([own, last.take(everyones.detach(), how.dim, 1)], how.dim)
 
     def out(self, own: torch.Tensor) -> torch.Tensor:
         """This rank's own rows, outside."""
@@ -323,7 +356,7 @@ class OwnRowsOf(SplitTensor):
             # With their graph, also where only a number is looked at: a loss may follow that needs it.
             with torch.enable_grad():
                 own = recut(self.all_rows, self.how.dim, self.bridge.share.cut(self.how.inners))
-                self.__dict__["own"] = self.bridge.out(own.local)
+                self.__dict__["own"] = self.bridge.rows_of(own, self.how)
         return cast("torch.Tensor", self.own)
 
     def seen(self) -> torch.Tensor:
@@ -344,7 +377,7 @@ def own_rows_of(value: SplitTensor, bridge: RowBridge, how: Batched) -> OwnRowsO
     assert how.dim is not None
     made = cast("OwnRowsOf", shard(value.local, value.place, value.cut, value.ranks, kind=OwnRowsOf))
     shape = list(value.global_shape)
-    shape[how.dim] = bridge.share.cut(how.inners).length(bridge.ranks.rank)
+    shape[how.dim] = bridge.share.shown(how, bridge.ranks.rank)
     made.__dict__.update(all_rows=value, bridge=bridge, how=how, global_shape=torch.Size(shape))
     return made
 
@@ -382,7 +415,8 @@ def _cross_entropy(
         return None
     if isinstance(target, SplitTensor) or target.requires_grad or target.shape[0] != logits.shape[0]:
         return None
-    everyones = whole(shard(target, 0, bridge.share.cut(how.inners), bridge.ranks))
+    targets = bridge.share.own(target, how, bridge.ranks.rank)
+    everyones = whole(shard(targets, 0, bridge.share.cut(how.inners), bridge.ranks))
     each = functional.cross_entropy(
         logits.all_rows, everyones, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
