@@ -85,6 +85,20 @@ class Listed(nn.Module):
         return made.view(x.shape)
 
 
+class Sorted(Listed):
+    """DeepSeek's way: rows are counted and sorted by expert, cut into pieces of these lengths, and put back."""
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        rows, chosen = x.reshape(-1, WIDTH), chosen.reshape(-1, chosen.shape[-1])
+        counts = chosen.new_zeros(len(chosen), len(self.experts)).scatter(1, chosen, 1).sum(0)
+        order = chosen.flatten().argsort(stable=True)
+        pieces = rows[order // chosen.shape[1]].split(counts.tolist())
+        made = torch.cat([expert(piece) for expert, piece in zip(self.experts, pieces, strict=True)])
+        home = torch.empty_like(made)
+        home[order] = made
+        return (home.view(*chosen.shape, WIDTH) * weights.reshape(*chosen.shape, 1)).sum(1).view(x.shape)
+
+
 class User(nn.Module):
     """A gate, and one of the above."""
 
@@ -93,10 +107,13 @@ class User(nn.Module):
         self.kind = kind
         self.gate = nn.Linear(WIDTH, 5 if kind == "stacked" else 4, bias=False)
         with split():
-            self.experts = {"stacked": Stacked, "dispatched": Dispatched, "listed": Listed}[kind]()
+            kinds = {"stacked": Stacked, "dispatched": Dispatched, "listed": Listed, "sorted": Sorted}
+            self.experts = kinds[kind]()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights = self.gate(x).softmax(-1)
+        if self.kind == "sorted":
+            return self.experts(x, *weights.topk(2)), weights.new_zeros(())
         if self.kind == "dispatched":
             best, choice = weights.max(-1)
             chosen = F.one_hot(choice, 4)

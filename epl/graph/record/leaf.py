@@ -160,15 +160,32 @@ class Leaves:
         return result
 
     def _for_real(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        failure: Exception | None = None
+        for made in STAND_INS:
+            try:
+                return self._on_numbers(module, original, args, kwargs, made)
+            except Exception as error:  # of the module's code
+                failure = failure or error
+        assert failure is not None
+        raise failure
+
+    def _on_numbers(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        made: Callable[[Spec], torch.Tensor],
+    ) -> Any:
         global _stand_in_runs
         leaves, fill = skeleton((args, kwargs))
         self._is_real = True
         _stand_in_runs += 1
         try:
             with _torch.without_fake_mode(), torch_streams_kept(), hooks.left_out(module):
-                real = [stand_in(Spec.of(leaf)) if isinstance(leaf, torch.Tensor) else _copy(leaf) for leaf in leaves]
+                real = [made(Spec.of(leaf)) if isinstance(leaf, torch.Tensor) else _copy(leaf, made) for leaf in leaves]
                 args, kwargs = fill(real)
-                with self._model.filled(module, stand_in):
+                with self._model.filled(module, made):
                     result = original(module, *args, **kwargs)
         finally:
             self._is_real = False
@@ -178,9 +195,9 @@ class Leaves:
         return refill([self.fresh(Spec.of(f)) if isinstance(f, torch.Tensor) else handed.get(id(f), f) for f in found])
 
 
-def _copy(thing: Any) -> Any:
+def _copy(thing: Any, made: Callable[[Spec], torch.Tensor]) -> Any:
     data, tensors = dump(thing)
-    return load_around_tensors(data, [stand_in(Spec.of(t)) for t in tensors])
+    return load_around_tensors(data, [made(Spec.of(t)) for t in tensors])
 
 
 def stand_in(spec: Spec) -> torch.Tensor:
@@ -192,3 +209,16 @@ def stand_in(spec: Spec) -> torch.Tensor:
     else:
         tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
     return tensor.requires_grad_(spec.requires_grad)
+
+
+def different_stand_in(spec: Spec) -> torch.Tensor:
+    """The same, but integers along the last dim are different ones: as in what `topk` and `argsort` give."""
+    tensor = stand_in(spec)
+    if spec.shape and not (spec.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex()):
+        tensor += torch.arange(spec.shape[-1], device=spec.device).to(spec.dtype)
+    return tensor
+
+
+STAND_INS = (stand_in, different_stand_in)
+"""Numbers to run a module on, the first with which it does not fail: 0 is an index of every table, but a row with the same expert
+twice is nothing that code which counts and sorts them has to bear."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from epl.parallel.split.ranks import SplitRanks
 from epl.plan.split.layout import ParameterLayout
 from epl.plan.split.splitplan import SplitPlan
 from epl.report.log import notice
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def split_parameters(model: nn.Module, taskgraphs: TaskGraphs, names: Collection[str]) -> set[str]:
@@ -62,8 +64,8 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-Decide = Callable[[nn.Module, int, tuple[Any, ...], Mapping[str, Any], Mapping[str, None]], SplitPlan]
-"""The plan of a module for so many ranks that is called like this, some of whose parameters are not to be cut."""
+Decide = Callable[[nn.Module, int, Iterable[Arguments], Mapping[str, None]], SplitPlan]
+"""The plan of a module for so many ranks that is called like one of these examples, some of whose parameters are not to be cut."""
 
 
 def plan_of(
@@ -71,24 +73,35 @@ def plan_of(
     part: nn.Module,
     own: Collection[str],
     ways: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    examples: Iterable[Arguments],
     decide: Decide,
 ) -> SplitPlan:
     """How `part` of a model is split, of whose parameters only `own` may be cut."""
     fixed = {name: None for name, _ in part.named_parameters() if name not in own}
     with as_in_training(model):
-        return decide(part, ways, args, kwargs, fixed)
+        return decide(part, ways, examples, fixed)
 
 
-def decide(
-    job: Job, root: nn.Module, ways: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], fixed: Mapping[str, None]
-) -> SplitPlan:
+def choose_by(root: nn.Module, ways: int, examples: Iterable[Arguments], fixed: Mapping[str, None]) -> SplitPlan:
+    """The plan of a module by the first example with which its own code does not fail."""
+    failure: Exception | None = None
+    for args, kwargs in examples:
+        try:
+            return choose(root, ways, args, kwargs, fixed=fixed)
+        except SplitError:
+            raise
+        except Exception as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def decide(job: Job, root: nn.Module, ways: int, examples: Iterable[Arguments], fixed: Mapping[str, None]) -> SplitPlan:
     """Rank 0's plan for a module that is called like this, on every rank; what cannot be split raises on all ranks."""
     found: SplitPlan | None = None
     problem = ""
     try:
-        found = choose(root, ways, args, kwargs, fixed=fixed)
+        found = choose_by(root, ways, examples, fixed)
     except SplitError as error:
         problem = str(error)
     everyone = job.gather("deciding how the model is split", problem)

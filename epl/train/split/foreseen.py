@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from epl.graph import TaskGraphs
 from epl.graph.record import RecordedCall
-from epl.parallel.split.choose import choose
 from epl.plan import Plan
-from epl.plan.split.splitplan import SplitPlan
 from epl.plan.splits import PartSplit
-from epl.train.split.cutting import as_in_training, plan_of, split_parameters
+from epl.train.split.cutting import as_in_training, choose_by, plan_of, split_parameters
 from epl.train.split.ownrows import loose_parameters, split_modules
 from epl.train.split.staged import plans_of_stages
 
 
 def splits_of_stages(model: nn.Module, taskgraphs: TaskGraphs, plan: Plan, recorded: RecordedCall) -> list[PartSplit]:
     """Of the stages of a plan, called as recorded; SplitError with all that is in the way."""
-    found = plans_of_stages(model, taskgraphs, plan, recorded, _alone)
+    found = plans_of_stages(model, taskgraphs, plan, recorded, choose_by)
     return [split.summary(name) for name, split in found.items()]
 
 
@@ -29,7 +26,7 @@ def splits_on_shared_devices(
     taskgraphs: TaskGraphs,
     plan: Plan,
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    kwargs: dict[str, Any],
     recorded: RecordedCall | None,
 ) -> list[PartSplit]:
     """Where TaskGraphs share devices; `recorded` if ranks have rows of their own."""
@@ -39,19 +36,13 @@ def splits_on_shared_devices(
     ways, names = split[0].width, {t.name for t in split}
     own = split_parameters(model, taskgraphs, names)
     if recorded is None:
-        return [plan_of(model, model, own, ways, args, kwargs, _alone).summary()]
+        return [plan_of(model, model, own, ways, [(args, kwargs)], choose_by).summary()]
     found = []
     if loose := loose_parameters(recorded, names, own):
-        found.append(plan_of(model, model, loose, ways, args, kwargs, _alone).only(set(loose)).summary())
+        found.append(plan_of(model, model, loose, ways, [(args, kwargs)], choose_by).only(set(loose)).summary())
     with as_in_training(model):
         parts = split_modules(recorded, names, own)
     for part in parts:
-        plan_of_part = plan_of(model, part.module, part.own, ways, part.args, part.kwargs, _alone)
+        plan_of_part = plan_of(model, part.module, part.own, ways, part.examples, choose_by)
         found.append(plan_of_part.summary(part.path))
     return found
-
-
-def _alone(
-    root: nn.Module, ways: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], fixed: Mapping[str, None]
-) -> SplitPlan:
-    return choose(root, ways, args, kwargs, fixed=fixed)

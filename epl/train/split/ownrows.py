@@ -7,7 +7,7 @@ their m-th. What a rank's loss counts for is a matter of the whole call: the wei
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,10 @@ from epl.errors import PlanError
 from epl.graph.crossings import module_crossings
 from epl.graph.record import ROWS_OF_RANKS, RecordedCall, Recordings, steps
 from epl.graph.record.chance import torch_streams_kept
-from epl.graph.record.leaf import stand_in
+from epl.graph.record.leaf import STAND_INS
 from epl.graph.record.modules import TaskGraphOf
 from epl.graph.record.tree import skeleton
+from epl.graph.spec import Spec
 from epl.parallel.split.expressions import OwnLosses
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.region import region
@@ -29,6 +30,7 @@ from epl.parallel.split.rows import PLAIN, PartCall, RowBridge, RowShare
 from epl.plan.batch import cut_evenly
 from epl.plan.bridges import Crossing
 from epl.train.cut.call import Around
+from epl.train.split.cutting import Arguments
 from epl.train.split.leftout import LeftOut, Questions, questions_of
 from epl.train.split.loose import Glue
 from epl.train.split.rowmap import GlueCall, RowMap, fitting, glue_calls, row_map
@@ -41,8 +43,8 @@ class Part(NamedTuple):
 
     path: str
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    examples: Sequence[Arguments]
+    """Like those it will be called with: the first that its code takes are to be used."""
     own: Collection[str]
     """Its parameters that may be cut."""
 
@@ -243,11 +245,12 @@ def split_modules(recorded: RecordedCall, taskgraphs: Collection[str], own: Coll
         path = paths[module]
         names = [name for name, _ in module.named_parameters(prefix=path) if name in own]
         cut = {name.removeprefix(f"{path}.") for name in names}
-        found.append(Part(path, module, *_example(first_call[module]), cut))
+        examples = [_example(first_call[module], stand_in) for stand_in in STAND_INS]
+        found.append(Part(path, module, examples, cut))
     return found
 
 
-def _example(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _example(node: fx.Node, stand_in: Callable[[Spec], torch.Tensor]) -> Arguments:
     """Arguments like those of a recorded call, with numbers that code may look at (labels: first classes)."""
 
     def one(tree: Any) -> Any:

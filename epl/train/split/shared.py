@@ -170,7 +170,7 @@ class SharedSplit:
         optimizers, ways, agreed = replicas.optimizers, self.ranks.ways, partial(decide, self._job)
         splits: list[PartSplit] = []
         if self.rows is None:
-            plan = plan_of(model, model, own, ways, args, kwargs, agreed)
+            plan = plan_of(model, model, own, ways, [(args, kwargs)], agreed)
             # In micro batches the code of the forward runs later, without it: `inside` surrounds that.
             in_one = replicas.plan.settings.num_micro_batch == 1
             if self._trampoline is not None:
@@ -187,7 +187,7 @@ class SharedSplit:
             with as_in_training(model):
                 parts = self.rows.parts(args, kwargs, own)
             for part in parts:
-                plan = plan_of(model, part.module, part.own, ways, part.args, part.kwargs, agreed)
+                plan = plan_of(model, part.module, part.own, ways, part.examples, agreed)
                 border = self.rows.border(part.module)
                 self.cut.cut(part.module, plan, config, optimizers, boundary=border, expressions=self._expressions)
                 splits.append(plan.summary(part.path))
@@ -213,7 +213,7 @@ class SharedSplit:
         if not loose:
             return []
         assert isinstance(self._expressions, OwnLosses)
-        plan = plan_of(model, model, loose, self.ranks.ways, args, kwargs, partial(decide, self._job))
+        plan = plan_of(model, model, loose, self.ranks.ways, [(args, kwargs)], partial(decide, self._job))
         parameters = [p for name, p in model.named_parameters() if name in loose]
         make = partial(LoosePart, expressions=self._expressions, is_running=rows.is_running)
         self.cut.cut(model, plan, self._env.config, self._replicas.optimizers, kind=make)

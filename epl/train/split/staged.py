@@ -17,7 +17,7 @@ from epl.graph import TaskGraphs, registry, taskgraphs_of
 from epl.graph.deferred import is_deferred, materialise_whole
 from epl.graph.record import RecordedCall
 from epl.graph.record.chance import torch_streams_kept
-from epl.graph.record.leaf import stand_in
+from epl.graph.record.leaf import STAND_INS
 from epl.parallel.split.part import SplitPart
 from epl.parallel.split.ranks import GroupRanks, SplitRanks
 from epl.plan import Plan
@@ -106,12 +106,13 @@ def plans_of_stages(
 ) -> dict[str, SplitPlan]:
     """How every split TaskGraph is cut, each its own parameters alone: chunks share ranks, and have plans of their own."""
     with torch_streams_kept():
-        args, kwargs = recorded.arguments([stand_in(node.meta["spec"]) for node in recorded.whole.placeholders])
+        specs = [node.meta["spec"] for node in recorded.whole.placeholders]
+        examples = [recorded.arguments([made(spec) for spec in specs]) for made in STAND_INS]
     found = {}
     for taskgraph in plan.taskgraphs:
         if taskgraph.kind == "split" and taskgraph.width > 1:
             own = split_parameters(model, taskgraphs, {taskgraph.name})
-            found[taskgraph.name] = plan_of(model, model, own, taskgraph.width, args, kwargs, decide).only(own)
+            found[taskgraph.name] = plan_of(model, model, own, taskgraph.width, examples, decide).only(own)
     return found
 
 

@@ -637,6 +637,30 @@ def test_a_module_that_needs_values_runs_once_on_stand_ins():
     assert call.batch_dim(call.frontier[0]) == 0
 
 
+class Counting(nn.Module):
+    """Sorts rows by expert, and counts on a row's experts being different ones."""
+
+    def forward(self, x, experts):
+        counts = torch.zeros(len(x), 3, dtype=torch.long).scatter_(1, experts, 1).sum(0)
+        pieces = x[experts.flatten().argsort() // 2].split(counts.tolist())
+        return torch.cat(pieces).reshape(*experts.shape, WIDTH).sum(1)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 3), Counting()
+
+    def forward(self, x):
+        return self.experts(x, self.gate(x).topk(2).indices)
+
+
+def test_a_module_that_fails_on_equal_indices_is_given_different_ones():
+    # Stand-ins for integers are zeros: each row went to one expert twice.
+    call = check(Gated(), rows(), compare=False)
+    assert call.spec(call.frontier[0]).shape == (5, WIDTH)
+
+
 def test_a_wrong_model_says_what_is_wrong_itself():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         recordings_of(Two()).of((rows(5, 3),), {}, 2)

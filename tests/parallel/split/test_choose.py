@@ -299,6 +299,29 @@ def test_code_that_looks_at_values_is_planned_on_them() -> None:
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
 
 
+class Counting(nn.Module):
+    """Experts on rows that are counted and sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.gate(x).topk(2).indices
+        counts = chosen.new_zeros(len(x), 4).scatter_(1, chosen, 1).sum(0).tolist()
+        pieces = x[chosen.flatten().argsort() // 2].split(counts)
+        assert sum(counts) == 2 * len(x)
+        return torch.cat([expert(piece) for expert, piece in zip(self.experts, pieces, strict=True)])
+
+
+@pytest.mark.parametrize("ways", [2, 3])
+def test_behind_a_cut_gate_the_best_of_a_row_are_different_ones(ways: int) -> None:
+    # What other ranks would say of theirs came out as zeros in a plan on numbers: a row had the first expert twice.
+    plan = choose(Counting(), ways, (torch.randn(8, 6),), fixed={"gate.weight": 0})
+    assert plan.choices["gate.weight"] == Choice(0, "gate.weight")
+
+
 class ToldApart(MLP):
     """In training it needs labels, and evaluates without: as detectors do. Or it sorts its features first."""
 

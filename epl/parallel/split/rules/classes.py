@@ -21,19 +21,33 @@ def top_of(value: SplitTensor, k: int, dim: int, largest: bool = True) -> Best:
     ranks, cut = value.ranks, value.cut
     local = value.local.movedim(dim, -1)
     values, at = _best(local, min(k, local.shape[-1]), largest)
-    held = [torch.arange(start, stop, device=local.device) for start, stop in cut.ranges(ranks.rank)]
-    ids = (torch.cat(held) if held else at.new_zeros(1))[at]
+    ids = _held(cut, ranks.rank, at)[at]
     lengths = [min(k, length) for length in cut.lengths]
     place = values.ndim - 1
     pick = Cut(Axis("top", sum(lengths), ranks.ways, lengths))
     size = values.numel() * ranks.ways * (values.element_size() + ids.element_size())
     ranks.note("all-gather", size, "everybody's best classes")
     all_values = cast("torch.Tensor", Gather.apply(values, ranks, place, pick))
-    all_ids = pick.join(ranks.all_gather(ids, lengths, place), place)
+    each = ranks.all_gather(ids, lengths, place)
+    if (
+        ranks.plan
+    ):  # no numbers come from the others; code that counts on a row's best being different ones must find them so
+        others = [
+            _held(cut, rank, at)[:length].expand_as(block)
+            for rank, (length, block) in enumerate(zip(lengths, each, strict=True))
+        ]
+        each = [ids if rank == ranks.rank else other for rank, other in enumerate(others)]
+    all_ids = pick.join(each, place)
     order = all_ids.argsort(-1)
     all_values, all_ids = all_values.gather(-1, order), all_ids.gather(-1, order)
     values, at = _best(all_values, k, largest)
     return values.movedim(-1, dim), all_ids.gather(-1, at).movedim(-1, dim)
+
+
+def _held(cut: Cut, rank: int, like: torch.Tensor) -> torch.Tensor:
+    """The ids that a rank holds; a 0 if none, for indices that nobody uses."""
+    held = [torch.arange(start, stop, device=like.device) for start, stop in cut.ranges(rank)]
+    return torch.cat(held) if held else like.new_zeros(1)
 
 
 def _best(values: torch.Tensor, k: int, largest: bool) -> Best:
