@@ -118,6 +118,7 @@ class GradientReducer:
         self._all_as_of = -1
         self._signature: tuple[object, ...] = ()
         self._buckets: list[Bucket] = []
+        self._sparse: list[Named] = []
         self._slots: dict[int, Slot] = {}
         self._module_hooks = [
             module.register_forward_pre_hook(ModuleHook(self._before_forward)),

@@ -441,3 +441,15 @@ def test_a_hook_that_takes_the_gradient_away_is_refused():
     for said in run_ranks(_gradient_taken_away, 2):
         assert "the gradient of weight was gone before it was reduced over the 2 ranks" in said
         assert "Step after backward()" in said
+
+
+def _without_parameters() -> None:
+    epl.init()
+    reducer = GradientReducer(nn.ReLU())
+    reducer.finish()
+    reducer.close()
+
+
+def test_a_module_without_parameters_is_finished_at_once():
+    # Split parameters that all stay whole leave their own reducer without any; it had never laid out buckets, and raised.
+    run_ranks(_without_parameters, 1)
