@@ -22,7 +22,7 @@ from epl.env import Env, init, setup_process_groups
 from epl.graph.collections import GraphKeys
 from epl.graph.unbatched import unbatched
 from epl.parallel import clip_grad_norm_
-from epl.parallel.split.user_rules import split_rule
+from epl.parallel.split.user_rules import Sections, split_rule
 from epl.parallel.split.value import whole
 from epl.strategy import annotate, replicate, set_default_strategy, split, taskgraphs
 from epl.train.collected import add_to_collection, get_collection
@@ -38,6 +38,7 @@ __all__ = [
     "Config",
     "Env",
     "GraphKeys",
+    "Sections",
     "add_to_collection",
     "annotate",
     "clip_grad_norm_",

@@ -15,6 +15,7 @@ def test_public_names():
         "Config",
         "Env",
         "GraphKeys",
+        "Sections",
         "add_to_collection",
         "annotate",
         "clip_grad_norm_",
