@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction, checkpoint, noop_context_fn
+from torch.utils.checkpoint import CheckpointFunction, check_backward_validity, checkpoint, noop_context_fn
 
 from epl import _torch
 from epl.graph.spec import leaves_of
@@ -205,6 +205,10 @@ class _Reentered:
 def _application(owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if owner is CheckpointFunction:
         if region.depth:  # its forward has no graph, so what is split could not enter or leave: the other kind can
+            if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in args[2:]):
+                check_backward_validity(args[2:])
+                with torch.no_grad():  # as this kind has it: nothing inside learns, with torch's warning
+                    return args[0](*args[2:])
             return checkpoint(args[0], *args[2:], use_reentrant=False, preserve_rng_state=args[1])
         if streams_here():
             return original(_Reentered(args[0]), *args[1:], **kwargs)

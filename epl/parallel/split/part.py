@@ -106,6 +106,7 @@ class SplitPart:
 
     # ---- running
 
+    @_torch.without_dynamo  # torch.compile(model): a graph break here, and what is inside runs as it is written (escape.py)
     def run(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward of the module or of one in it."""
         if self._passing:

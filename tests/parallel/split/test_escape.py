@@ -54,6 +54,21 @@ def test_checkpoint_inside(reentrant: bool) -> None:
     equal(Checkpointed(reentrant))
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # on one device, too
+def test_a_reentrant_checkpoint_of_what_does_not_learn_gives_no_gradients() -> None:
+    # Inside a part it is carried out as the other kind, which gave the gradients that one device does not have.
+    class Ids(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
+            self.head = nn.Linear(8, 6)
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.head(checkpoint(self.inner, ids, use_reentrant=True))
+
+    check(alone(Ids().double(), torch.arange(6).view(2, 3)), 2)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around(reentrant: bool) -> None:
     class Around(nn.Module):
@@ -148,6 +163,18 @@ def test_a_compiled_inner_function_runs_as_written() -> None:
             return self.b(act(self.a(x)))
 
     equal(Compiled(8, 16))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_part_runs_as_written() -> None:
+    # Traced, rules were given sizes and dims as tensors: "only integer tensors can be converted to an index".
+    def run(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.compile(model, backend="eager")(x),)
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True).double()
+    case = Case(layer, [layer], lambda m, i: (m(i),), x(2, 3, 8))
+    check(case._replace(run=run), 2, plans_of(case, 2))
 
 
 # ---- torch's fast paths
