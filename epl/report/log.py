@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections.abc import Callable
 
 logger = logging.getLogger("epl")
 _said: set[str] = set()
@@ -47,3 +49,18 @@ def warn(text: str) -> None:
     if text not in _said:
         _said.add(text)
         logger.warning(text)
+
+
+class Patience:
+    """Tells the user, every now and then, how far something is that takes long."""
+
+    def __init__(self, seconds: float = 2.0) -> None:
+        """`seconds`: until the first word; each pause is twice as long as the one before."""
+        self._began, self._next = time.monotonic(), seconds
+
+    def tell(self, so_far: Callable[[], str]) -> None:
+        """`so_far()`, if it is time."""
+        passed = time.monotonic() - self._began
+        if passed > self._next:
+            self._next = 2 * passed
+            logger.info(f"{so_far()}, after {passed:.0f} s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +29,7 @@ from epl.graph.record.writer import Writer
 from epl.graph.spec import Spec
 from epl.graph.state import Registry
 from epl.graph.taskgraph import Annotation
-from epl.report.log import notice
-
-_LONG = 2.0
-"""Seconds after which the user is told that something is going on."""
+from epl.report.log import Patience
 
 
 class Scopes:
@@ -138,7 +134,10 @@ def _record(
     recorder = Recorder(writer, surroundings.leaves, surroundings.foresight, draws, paths)
     recorder.taskgraph_of, recorder.apart = surroundings.taskgraph_of, surroundings.apart
 
-    recorder.tell = _Progress()
+    patience = Patience()
+    recorder.tell = lambda count: patience.tell(
+        lambda: f"writing down the model's forward: {count} of its modules are done"
+    )
     hooked = [each for each in model.modules if each is not model.model and hooks.has_hooks(each)]
     streams = PythonStreams()
     torch.clear_autocast_cache()  # it would hand out casts of fakes that were made under another grad mode
@@ -176,18 +175,6 @@ def _record(
         writer.close()
         streams.restore()
         torch.clear_autocast_cache()
-
-
-class _Progress:
-    """Tells the user, once, that a recording takes long."""
-
-    def __init__(self) -> None:
-        self._began, self._said = time.monotonic(), False
-
-    def __call__(self, count: int) -> None:
-        if not self._said and time.monotonic() - self._began > _LONG:
-            self._said = True
-            notice(f"writing down the model's forward takes a while: {count} of its modules are done")
 
 
 def _strides(spec: Spec, shape: torch.Size) -> tuple[int, ...]:

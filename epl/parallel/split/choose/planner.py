@@ -25,7 +25,7 @@ from epl.parallel.split.user_rules import fixed_by_users
 from epl.parallel.split.value import SplitTensor
 from epl.plan.split.decisions import Choice, Decisions, HeadsError
 from epl.plan.split.splitplan import SplitPlan
-from epl.report.log import notice, warn
+from epl.report.log import Patience, notice, warn
 
 
 def choose(
@@ -95,7 +95,7 @@ class _Planner:
     """Plans of parts and of the repeated blocks in them, each kind once."""
 
     def __init__(self, ways: int, mode: FakeOrReal) -> None:
-        self._ways, self._mode = ways, mode
+        self._ways, self._mode, self._patience = ways, mode, Patience()
         self._known: dict[object, SplitPlan] = {}
 
     def plan(self, subject: Subject, fixed: Mapping[str, Fixed], boundary: Boundary | None) -> SplitPlan:
@@ -168,7 +168,7 @@ class _Planner:
         if not hints:
             return own, runs
         title = type(subject.module).__name__
-        search = Search(subject, self._ways, {**fixed, **hints}, boundary, known)
+        search = Search(subject, self._ways, {**fixed, **hints}, boundary, known, self._patience)
         try:
             theirs = search.best()
         except SplitError as error:
@@ -186,7 +186,7 @@ class _Planner:
         problems: dict[object, HeadsError] = {}
         given_up = dict(fixed)
         while True:
-            search = Search(subject, self._ways, given_up, boundary, known)
+            search = Search(subject, self._ways, given_up, boundary, known, self._patience)
             try:
                 outcome = search.best()
             except HeadsError as error:

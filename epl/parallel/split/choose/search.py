@@ -24,7 +24,7 @@ from epl.parallel.split.parameters import seats_of
 from epl.parallel.split.value import RefineError
 from epl.plan.split.decisions import Decisions, HeadsError
 from epl.plan.splits import Sent
-from epl.report.log import notice
+from epl.report.log import Patience, notice
 
 T = TypeVar("T")
 COLLECTIVE = 16 << 10
@@ -74,8 +74,10 @@ class Search:
         fixed: Mapping[str, Fixed],
         boundary: Boundary | None,
         known: Decisions | None = None,
+        patience: Patience | None = None,
     ) -> None:
         """`known`: what is decided already."""
+        self._patience = patience or Patience()
         self._subject, self._ways, self._boundary = subject, ways, boundary
         parameters = seats_of(subject.module)[1]
         self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
@@ -146,6 +148,8 @@ class Search:
 
     def _trace(self, decisions: Decisions) -> tuple[list[Sent], Attention]:
         self.runs += 1
+        title = type(self._subject.module).__name__
+        self._patience.tell(lambda: f"deciding how {title} is split: {self.runs} ways have been tried")
         if self.runs > _MOST_RUNS:
             raise SplitError(
                 f"no way to split was settled on in {_MOST_RUNS} runs: say where its parameters are cut, with epl.split_rule"
