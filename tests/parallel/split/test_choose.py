@@ -95,6 +95,24 @@ def test_rows_of_a_layer_however_it_is_written(how: str) -> None:
     assert plan.choices == {"a": Choice(0, "a"), "b": Choice(1, "a")}
 
 
+@pytest.mark.parametrize("ways", [2, 3])
+def test_a_parameter_that_goes_into_a_layer(ways: int) -> None:
+    # It was cut as if it were the bias: by the outputs of the layer, "start (0) + length (35) exceeds dimension size (3)".
+    class Generated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.code, self.layer = nn.Parameter(torch.randn(3)), nn.Linear(3, 40)
+            self.left, self.right = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6, 8))
+            self.last = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            hidden = F.linear(x, self.layer(self.code).view(8, 5)) * (self.left @ self.right)
+            return hidden @ self.last + (hidden.relu() @ self.right.T) @ self.left
+
+    torch.manual_seed(0)
+    check(cases.alone(Generated().double(), torch.randn(4, 5, dtype=torch.float64)), ways)
+
+
 def test_fused_qkv_is_cut_by_heads() -> None:
     x = torch.randn(5, 2, 24, requires_grad=True)
     plan = choose(nn.MultiheadAttention(24, 6), 3, (x, x, x), {"need_weights": False})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 
 import epl
 from tests.harness import run_ranks
+from tests.parallel.split.cases import alone
+from tests.parallel.split.parity import check
 
 
 class Net(nn.Module):
@@ -82,3 +85,27 @@ def test_who_reads_a_sum_first_does_not_decide_on_its_gradient(use: str) -> None
         assert theirs == trained
         for name, value in state.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
+
+
+class Follower(nn.Module):
+    """An encoder that follows another by momentum, in the forward, as MoCo has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.query(x)
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                mine.data = mine.data * 0.7 + theirs.data * 0.3
+            k = self.key(x * 0.9)
+        return (q * k).sum(-1)
+
+
+@pytest.mark.parametrize("ways", [2, 3])
+def test_data_of_cut_parameters_may_be_set(ways: int) -> None:
+    # It was refused: "would write into a value that is split over ranks".
+    torch.manual_seed(0)
+    check(alone(Follower().double(), torch.randn(4, 6, dtype=torch.float64)), ways)

@@ -42,7 +42,7 @@ def options_of(func: Any, first: Open, args: Any, kwargs: Any) -> Found:
         return _convolution(first, args, kwargs)
     if name in ("chunk", "split"):
         return _sections(name, first, args, kwargs)
-    if RULES.get(getattr(torch.Tensor, name, None)) is pointwise:
+    if name == "__set__" or RULES.get(getattr(torch.Tensor, name, None)) is pointwise:
         for value in (*args, *kwargs.values()):
             if _is_cut(value):
                 at = value.from_end + first.ndim
@@ -76,9 +76,18 @@ def _linear(first: Open, args: Any, kwargs: Any) -> Found:
         if _is_cut_at(value, -1):
             return [(dims[-1], value.cut), dims[0]], "rows, as its input is cut"
         return [dims[0], dims[-1]], "columns"
+    if first is value:  # a parameter goes into the layer
+        return _vector(first, weight, -1)
     if _is_cut(weight) and weight.place == 0:
         return [(dims[-1], weight.cut)], "as its weight"
     return [None], "whole: added to sums"
+
+
+def _vector(first: Open, factor: Any, place: int) -> Found:
+    """Multiplied by a factor that has been decided about: they are summed along its dim `place`."""
+    if _is_cut_at(factor, place):
+        return [(first.dims[-1], factor.cut)], "rows, as the other factor is cut"
+    return [None], "whole: multiplied by a factor that is not cut along its rows"
 
 
 def _matmul(first: Open, args: Any, kwargs: Any) -> Found:
@@ -92,6 +101,10 @@ def _matmul(first: Open, args: Any, kwargs: Any) -> Found:
         return [dims[-1], dims[-2]], "columns"
     if first is left and len(dims) > 1:
         return [dims[-2], dims[-1]], "rows of the left factor"
+    if first is left:
+        return _vector(first, right, -2)
+    if first is right:
+        return _vector(first, left, -1)
     if _is_cut_at(right, -1):
         return [(dims[-1], right.cut)], "as its weight"
     return [None], "whole: added to sums"

@@ -10,7 +10,7 @@ from epl.errors import SplitError
 from epl.graph.spec import swap
 from epl.parallel.split.rules.common import like
 from epl.parallel.split.rules.registry import RULES, rule
-from epl.parallel.split.value import SplitTensor, shard, take, view_copy, whole
+from epl.parallel.split.value import SplitTensor, block_of, shard, take, view_copy, whole
 
 
 @rule(
@@ -106,7 +106,20 @@ def rule_grad(func: Any, input: SplitTensor) -> Any:
     return like(input, found)
 
 
+def rule_set_data(func: Any, input: Any, value: Any) -> None:
+    """`p.data = p.data * 0.9 + q.data * 0.1`, as encoders that follow others by momentum have it in their forward."""
+    if not isinstance(input, SplitTensor):
+        return func(input, whole(value))  # type: ignore[no-any-return]
+    if input.is_partial or value.shape != input.shape:
+        return NotImplemented  # refused
+    with torch.no_grad():
+        block = block_of(value, input.from_end, input.cut, input.ranks, "it becomes the data of a value that is cut")
+        input.local.data = block.detach().clone()
+    return None
+
+
 RULES[_getter("data")] = rule_data
+RULES[getattr(torch.Tensor, "data").__set__] = rule_set_data  # noqa: B009  not typed
 RULES[_getter("grad")] = rule_grad
 
 
