@@ -97,25 +97,28 @@ class _Moment:
 
     def __init__(self) -> None:
         self._region = region.__dict__.copy()
-        self._streams = [(ranks, ranks.streams()) for ranks in streams_here()]
+        self._streams = [(ranks, ranks.streams(), ranks.call) for ranks in streams_here()]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside it is that moment again; what has entered since then is not remembered."""
         before = region.__dict__.copy()
-        now = [(ranks, ranks.streams()) for ranks, _ in self._streams]
+        now = [(ranks, ranks.streams(), ranks.call) for ranks, _, _ in self._streams]
         _become(region, self._region)
         region.entered = {}
-        for ranks, streams in self._streams:
+        for ranks, streams, call in self._streams:
             ranks.set_streams(streams)
+            if call is not None:  # inside the model: another call of other rows may have followed
+                ranks.call = call
         try:
             # autograd.grad(loss, [a cut parameter]) runs a backward in which subclasses are not asked
             with _torch.tensor_subclasses_asked():
                 yield
         finally:
             _become(region, before)
-            for ranks, streams in now:
+            for ranks, streams, call in now:
                 ranks.set_streams(streams)
+                ranks.call = call
 
 
 def _become(here: Region, state: dict[str, Any]) -> None:

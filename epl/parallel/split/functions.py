@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from epl import _torch
+from epl.errors import SplitError
 from epl.parallel.split.ranks import SplitRanks
-from epl.plan.split.cut import Cut
+from epl.plan.split.cut import ROWS, Cut
 
 
 class Enter(torch.autograd.Function):
@@ -58,6 +59,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: SplitRanks, dim: int, cut: Cut) -> torch.Tensor:
         ctx.args = ranks, dim, cut
+        _refuse(ranks, cut)
         return cut.join(ranks.all_gather(x, cut.lengths, dim), dim)
 
     @staticmethod
@@ -99,12 +101,18 @@ class Recut(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, ranks: SplitRanks, old: int, old_cut: Cut, new: int, new_cut: Cut
     ) -> torch.Tensor:
         ctx.args = ranks, old, old_cut, new, new_cut
+        _refuse(ranks, old_cut, new_cut)
         return _exchanged(x, ranks, old, old_cut, new, new_cut)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ranks, old, old_cut, new, new_cut = ctx.args
         return Recut.apply(grads[0], ranks, new, new_cut, old, old_cut), None, None, None, None, None
+
+
+def _refuse(ranks: SplitRanks, *cuts: Cut) -> None:
+    if ranks.refused and any(cut.axis.name == ROWS for cut in cuts):
+        raise SplitError(ranks.refused)
 
 
 def _exchanged(x: torch.Tensor, ranks: SplitRanks, old: int, old_cut: Cut, new: int, new_cut: Cut) -> torch.Tensor:

@@ -31,6 +31,10 @@ class SplitRanks:
 
     plan = False
     """Whether nothing is sent and everything counted (see choose/)."""
+    call: Any = None
+    """The call of the model that runs, or the micro batch, where ranks have rows of their own (epl/train/split/ownrows.py)."""
+    refused = ""
+    """Why rows of all ranks cannot be put together in the part that runs; empty if they can."""
 
     def __init__(self, rank: int, ways: int, device: torch.device | None = None) -> None:
         self.rank, self.ways = rank, ways

@@ -35,7 +35,7 @@ from epl.graph.spec import leaves_of, swap
 from epl.parallel.split.functions import ReduceScatter
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.value import SplitTensor, beside_parameters, recut, shard, take, whole
-from epl.plan.split.cut import Axis, Cut
+from epl.plan.split.cut import ROWS, Axis, Cut
 from epl.report.log import notice
 
 
@@ -65,7 +65,7 @@ class RowShare:
     @staticmethod
     def _of(counts: Sequence[int], weights: tuple[float, ...], idle: tuple[bool, ...]) -> RowShare:
         inside = [0 if idle[rank] else n for rank, n in enumerate(counts)]
-        return RowShare(Axis("rows", sum(inside), len(inside), inside), weights, idle)
+        return RowShare(Axis(ROWS, sum(inside), len(inside), inside), weights, idle)
 
     def of_micro_batch(self, counts: Sequence[int]) -> RowShare:
         """The rows of one micro batch; what a rank's loss counts for is that of the whole call."""

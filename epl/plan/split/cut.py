@@ -16,6 +16,9 @@ from itertools import accumulate
 
 import torch
 
+ROWS = "rows"
+"""The name of the axis along which ranks have rows of their own."""
+
 
 class Axis:
     """Granules that are dealt out over the ranks in order; two cuts belong together only if they share the axis (by identity)."""

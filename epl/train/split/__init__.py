@@ -4,6 +4,7 @@ cutting.py     decides how the parts are split, alike on all ranks, and cuts the
 shared.py      on devices that all TaskGraphs share: what happens around every call of the model, and who shares gradients
 loopwords.py   words that ranks say before the loop's own code has them send something
 ownrows.py     where ranks have rows of their own: which, in the call or micro batch under way
+unlike.py      what ranks give split parts, where it differs in more than its rows
 loose.py       split parameters that the code between modules computes with
 trampoline.py  the forward of a model until it is cut
 leftout.py     arguments that the running forward leaves out, and the recorded one did not

@@ -37,9 +37,16 @@ class Glue:
     """The operations of one call of the model, or of one micro batch, that compute with loose parameters."""
 
     def __init__(
-        self, calls: Sequence[GlueCall], bridge: RowBridge, expressions: OwnLosses, is_running: Running
+        self,
+        calls: Sequence[GlueCall],
+        bridge: RowBridge,
+        expressions: OwnLosses,
+        is_running: Running,
+        refused: str,
     ) -> None:
+        """`refused`: why rows of all ranks cannot be put together, if they cannot (unlike.py)."""
         self._calls, self._bridge, self._expressions, self._is_running = calls, bridge, expressions, is_running
+        self._refused = refused
         self._next = 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -50,15 +57,16 @@ class Glue:
         call = self._find(func, [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if call is None:
             return NotImplemented
-        how = iter(call.inputs)
+        how, ranks = iter(call.inputs), self._bridge.ranks
         args, kwargs = fill(
             [self._enter(leaf, next(how)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         )
+        ranks.refused = self._refused
         leaves, fill = skeleton(func(*args, **kwargs))
         how = iter(call.outputs)
-        return fill(
-            [self._leave(leaf, next(how, PLAIN)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        )
+        left = [self._leave(leaf, next(how, PLAIN)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        ranks.refused = ""
+        return fill(left)
 
     def _find(self, func: Any, shapes: Sequence[torch.Size]) -> Any:
         """The next recorded call like this one; from the start again if a checkpoint computes again."""

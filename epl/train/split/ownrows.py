@@ -7,15 +7,16 @@ their m-th. What a rank's loss counts for is a matter of the whole call: the wei
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
 
+from epl import _torch
 from epl.cluster.communication import Job
 from epl.data import active_share
-from epl.errors import PlanError
+from epl.errors import PlanError, UsageError
 from epl.graph.crossings import module_crossings
 from epl.graph.record import ROWS_OF_RANKS, RecordedCall, Recordings, steps
 from epl.graph.record.chance import torch_streams_kept
@@ -34,6 +35,7 @@ from epl.train.split.cutting import Arguments
 from epl.train.split.leftout import LeftOut, Questions, questions_of
 from epl.train.split.loose import Glue
 from epl.train.split.rowmap import GlueCall, RowMap, fitting, glue_calls, row_map
+from epl.train.split.unlike import BITS, Given, digest, given, refusal, refusals, shapes_of
 
 _MAPS = 256  # signatures that are kept
 
@@ -58,6 +60,8 @@ class _Now(NamedTuple):
     left_out: LeftOut
     numbers: dict[nn.Module, int] | None
     """How often each part was called so far; None while a checkpoint computes again, in another order."""
+    refused: Mapping[nn.Module | None, str] = {}
+    """Parts that cannot put values together (unlike.py)."""
 
 
 class OwnRows:
@@ -69,21 +73,27 @@ class OwnRows:
         model: nn.Module,
         owners: TaskGraphOf,
         ranks: SplitRanks,
-        replica: Sequence[int],
+        replicas: Sequence[Sequence[int]],
         names: Collection[str],
         *,
         micro_batches: int,
     ) -> None:
-        """`replica`: the ranks of this one's replica in the job, in the order of `ranks`; `names`: the split TaskGraphs."""
-        self._job, self._title, self._ranks, self._replica = job, type(model).__name__, ranks, replica
+        """`replicas`: the ranks of each, in the order of `ranks`; `names`: the split TaskGraphs."""
+        self._job, self._title, self._ranks, self._replicas = job, type(model).__name__, ranks, replicas
+        self._replica = next(replica for replica in replicas if job.rank in replica)
         self._names, self._asked = names, micro_batches
         self._recordings = Recordings(model, owners, device=job.device, apart=ROWS_OF_RANKS)
-        self._maps: dict[RecordedCall, tuple[RowMap, list[GlueCall], Questions]] = {}
-        self._now: _Now | None = None
-        self._running = False
+        self._maps: dict[RecordedCall, tuple[RowMap, list[GlueCall], Questions, Given]] = {}
+        self._latest: _Now | None = None
         self._loose: frozenset[int] = frozenset()
         self._expressions: OwnLosses | None = None
         self._counts: tuple[int, ...] = ()
+
+    @property
+    def _now(self) -> _Now | None:
+        """The call that runs (or the micro batch), or else the latest one."""
+        running: _Now | None = self._ranks.call
+        return running or self._latest
 
     @property
     def micro_batches(self) -> int:
@@ -106,39 +116,54 @@ class OwnRows:
                 calls,
                 glue_calls(recorded, self._loose) if self._loose else [],
                 questions_of(recorded, arguments, tensors),
+                (),
             )
+            found = (*found[:3], given(*found[:2]))
             self._maps[recorded] = found
             if len(self._maps) > _MAPS:
                 del self._maps[next(iter(self._maps))]
+        calls, glue, questions, own = found
+        share, alike = self._meet(f"calling {self._title}, which is split", recorded.rows, own)
+        refused: Mapping[nn.Module | None, str] = {}
+        if not alike:
+            everyones = self._job.gather("what split parts are given", own)
+            others = [cast("Given", everyones[rank]) for rank in self._replica]
+            refused = refusals(calls, own, others, self._title)
+        left_out = LeftOut(questions, tensors)
+        self._ranks.call = self._latest = _Now(calls, glue, self._bridge(share, glue, refused), left_out, {}, refused)
+
+    def _meet(self, kind: str, rows: int, told: object) -> tuple[RowShare, bool]:
+        """The rows of all ranks of the replica, and whether the ranks of every replica are told alike of what they call."""
         share = active_share()
         padded = share is not None and share.padded
-        said = self._job.meet(f"calling {self._title}, which is split", recorded.rows << 1 | padded).wait()
-        told = [said.bits[rank] for rank in self._replica]
-        self._counts = tuple(bits >> 1 for bits in told)
-        share_of_rows = RowShare.of(self._counts, [not bits & 1 for bits in told], by_rows=share is not None)
-        calls, glue, questions = found
-        self._now = _Now(calls, glue, self._bridge(share_of_rows, glue), LeftOut(questions, tensors), {})
-        self._running = True
+        said = self._job.meet(kind, (rows << 1 | padded) << BITS | digest(told)).wait()
+        here = [said.bits[rank] >> BITS for rank in self._replica]
+        self._counts = tuple(bits >> 1 for bits in here)
+        told_by = [[said.bits[rank] % (1 << BITS) for rank in replica] for replica in self._replicas]
+        rows_of_all = RowShare.of(self._counts, [not bits & 1 for bits in here], by_rows=share is not None)
+        return rows_of_all, all(len(set(each)) == 1 for each in told_by)
 
     def around(self) -> Around:
         """What surrounds the micro batches of the call that has just begun, whenever they are computed."""
         assert self._now is not None
         calls, glue, whole, left_out = self._now.calls, self._now.glue, self._now.bridge.share, self._now.left_out
+        refused = self._now.refused
         cuts = [cut_evenly(0, rows, self.micro_batches) for rows in self._counts]
         bridges = [
-            self._bridge(whole.of_micro_batch([stop - start for start, stop in those]), glue)
+            self._bridge(whole.of_micro_batch([stop - start for start, stop in those]), glue, refused)
             for those in zip(*cuts, strict=True)
         ]
         omitted = [left_out.of_micro_batch(start, stop) for start, stop in cuts[self._ranks.rank]]
 
         @contextlib.contextmanager
         def micro_batch(number: int, again: bool) -> Iterator[None]:
-            before = self._now, self._running
-            self._now, self._running = _Now(calls, glue, bridges[number], omitted[number], None if again else {}), True
+            before = self._ranks.call
+            numbers: dict[nn.Module, int] | None = None if again else {}
+            self._ranks.call = _Now(calls, glue, bridges[number], omitted[number], numbers, refused)
             try:
                 yield
             finally:
-                self._now, self._running = before
+                self._ranks.call = before
 
         return micro_batch
 
@@ -154,20 +179,20 @@ class OwnRows:
 
     def is_running(self) -> bool:
         """Whether the forward of the model runs, outside of its split modules."""
-        return self._running and not region.depth
+        return self._ranks.call is not None and not region.depth
 
     def end(self) -> None:
         """The call has returned."""
-        self._running = False
+        self._ranks.call = None
 
     def _glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented if self._now is None else self._now.bridge.glue(func, args, kwargs)
 
-    def _bridge(self, share: RowShare, glue: Sequence[GlueCall]) -> RowBridge:
+    def _bridge(self, share: RowShare, glue: Sequence[GlueCall], refused: Mapping[nn.Module | None, str]) -> RowBridge:
         bridge = RowBridge(self._ranks, share)
         if glue:
             assert self._expressions is not None
-            bridge.glue = Glue(glue, bridge, self._expressions, self.is_running)
+            bridge.glue = Glue(glue, bridge, self._expressions, self.is_running, refused.get(None, ""))
         return bridge
 
     def parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[str]) -> list[Part]:
@@ -182,17 +207,19 @@ class OwnRows:
         """What goes from TaskGraph to TaskGraph in such a call, on all ranks of the replica."""
         return module_crossings(self._recordings.of(args, kwargs, 1), self._asked, self._ranks.ways)
 
-    def call_of(self, module: nn.Module, given: Any) -> tuple[PartCall, RowBridge, Any]:
-        """Which recorded call of a part this is, the rows it is made with, and its arguments as recorded (leftout.py)."""
+    def call_of(self, module: nn.Module, given: Any) -> tuple[PartCall, RowBridge, Any, str]:
+        """Which recorded call of a part this is, the rows it is made with, its arguments as recorded (leftout.py), and why it cannot
+        put them together."""
         now = self._now
+        alone = self._ranks.call is None and _torch.backward_id() == -1
         found = None
         if now is not None:
             calls = now.calls.get(module, ())
             number = len(calls)
-            if now.numbers is not None:
+            if now.numbers is not None and not alone:
                 number = now.numbers.get(module, 0)
                 now.numbers[module] = number + 1
-            found = fitting(calls, number, given, now.left_out)
+            found = fitting(calls, number, given, None if alone else now.left_out)
         if found is None or now is None:
             shapes = [tuple(leaf.shape) for leaf in skeleton(given)[0] if isinstance(leaf, torch.Tensor)]
             raise PlanError(
@@ -200,7 +227,28 @@ class OwnRows:
                 "forward of the model: ranks have rows of their own, and which dim has them is known for calls inside model(...) only"
             )
         call, whole = found
-        return call, now.bridge, whole
+        if alone:
+            return self._alone(module, call, whole)
+        return call, now.bridge, whole, now.refused.get(module, "")
+
+    def _alone(self, module: nn.Module, call: PartCall, given: Any) -> tuple[PartCall, RowBridge, Any, str]:
+        """The loop calls a part, as a model of its own: ranks tell each other how many rows they have, as at a call of the model."""
+        title = type(module).__name__
+        tensors = [leaf for leaf in skeleton(given)[0] if isinstance(leaf, torch.Tensor)]
+        rows = {
+            t.shape[how.dim] // sum(how.inners)
+            for t, how in zip(tensors, call.inputs, strict=True)
+            if how.dim is not None
+        }
+        if len(rows) > 1:
+            raise UsageError(
+                f"{title}, which is under split, was called with tensors of {sorted(rows)} rows: expected is one number of rows in all of them"
+            )
+        shapes = shapes_of(call._replace(shapes=tuple(t.shape for t in tensors)))
+        share, alike = self._meet(
+            f"calling {title}, which is split, outside of its model", min(rows, default=1), shapes
+        )
+        return call, self._bridge(share, (), {}), given, "" if alike else refusal(title, [shapes])
 
 
 class Border:
@@ -211,7 +259,7 @@ class Border:
         self._stack: list[tuple[PartCall, RowBridge]] = []
 
     def enter(self, tree: Any, ranks: SplitRanks) -> Any:
-        call, bridge, tree = self._rows.call_of(self._module, tree)
+        call, bridge, tree, ranks.refused = self._rows.call_of(self._module, tree)
         leaves, fill = skeleton(tree)
         self._stack.append((call, bridge))
         how = iter(call.inputs)
@@ -221,9 +269,9 @@ class Border:
         call, bridge = self._stack.pop()
         leaves, fill = skeleton(tree)
         how = iter(call.outputs)
-        return fill(
-            [bridge.leave(leaf, next(how, PLAIN)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        )
+        left = [bridge.leave(leaf, next(how, PLAIN)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        ranks.refused = ""
+        return fill(left)
 
 
 def loose_parameters(recorded: RecordedCall, taskgraphs: Collection[str], own: set[str]) -> list[str]:

@@ -77,9 +77,8 @@ class SharedSplit:
         """Where ranks have rows of their own: which, in the call under way."""
         if self.has_rows:
             owners = owners_of(model, taskgraphs)
-            own = plan.replica_ranks(plan.ranks[self._job.rank].replica)
             self.rows = OwnRows(
-                self._job, model, owners, self.ranks, own, self.names, micro_batches=plan.settings.num_micro_batch
+                self._job, model, owners, self.ranks, lists, self.names, micro_batches=plan.settings.num_micro_batch
             )
         self._expressions = OneLoss(self.ranks) if self.rows is None else OwnLosses(self.ranks, self.rows.weight)
         self._part: SplitPart | None = None
@@ -118,6 +117,8 @@ class SharedSplit:
 
     def _after_call(self, module: nn.Module, args: object, output: object) -> None:
         self._loop.call_ends()
+        if self.rows is not None:
+            self.rows.end()
 
     def _meet_for_call(self) -> None:
         """One that evaluates alone is told so, and so are the others: before they wait for each other, and not earlier, unless
@@ -218,7 +219,6 @@ class SharedSplit:
         make = partial(LoosePart, expressions=self._expressions, is_running=rows.is_running)
         self.cut.cut(model, plan, self._env.config, self._replicas.optimizers, kind=make)
         rows.watch(parameters, self._expressions)
-        self._replicas.at_close(model.register_forward_hook(ModuleHook(lambda *_: rows.end()), always_call=True).remove)
         return [plan.only(set(loose)).summary()]
 
     def _meet_for_norm(self) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import epl
 from epl.parallel.split.rows import OwnRowsOf
 from epl.parallel.split.value import SplitTensor
-from tests.harness import run_ranks
+from tests.harness import rank_errors, run_ranks
 from tests.parity.compare import Run, assert_same
 
 ROWS, MICRO_BATCHES = 5, 3  # 15 rows on 2 ranks: 8 and 7, in micro batches of 3, 3, 2 and 3, 2, 2
@@ -111,10 +111,28 @@ def gradient_penalty(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torc
     return loss
 
 
-STEPS: dict[str, Step] = {
-    s.__name__: s
-    for s in (plain_loss, read_first, two_calls, evaluated_between, changed_in_place, looked_at, gradient_penalty)
-}
+def parts_alone(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A part called by the loop was taken for one of the latest call of the model, with its rows."""
+    with torch.no_grad():
+        model(x[:1])
+    h = torch.tanh(model.get_submodule("first")(x))
+    loss = F.cross_entropy(model.get_submodule("head")(h + model.get_submodule("wide")(h)), y)
+    loss.backward()
+    return loss
+
+
+def another_call_before_backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A checkpoint that ran again took the rows of the latest call for its own."""
+    loss = F.cross_entropy(model(x), y)
+    with torch.no_grad():
+        model(x[:1])
+    loss.backward()
+    return loss
+
+
+IN_MICRO_BATCHES = plain_loss, read_first, two_calls, evaluated_between, changed_in_place, looked_at
+IN_ONE = changed_in_place, looked_at, gradient_penalty, parts_alone, another_call_before_backward
+STEPS: dict[str, Step] = {step.__name__: step for step in (*IN_MICRO_BATCHES, *IN_ONE)}
 
 
 def _train(name: str, annotated: bool, batch_size: int) -> Run:
@@ -149,8 +167,8 @@ def _on_a_rank(name: str, micro_batches: int) -> Run:
 @pytest.mark.parametrize(
     ("name", "micro_batches"),
     [
-        *((name, MICRO_BATCHES) for name in STEPS if name != "gradient_penalty"),
-        *((name, 1) for name in ("changed_in_place", "looked_at", "gradient_penalty")),
+        *((step.__name__, MICRO_BATCHES) for step in IN_MICRO_BATCHES),
+        *((step.__name__, 1) for step in IN_ONE),
     ],
 )
 def test_equals_one_device(name: str, micro_batches: int) -> None:
@@ -226,3 +244,23 @@ def test_a_value_read_between_taskgraphs_is_refused_with_what_is_true_here() -> 
     for said in run_ranks(_reads_between, 2):
         assert "have rows of their own, so each would read another value" in said
         assert not any(word in said for word in ("stage", "micro batch", "forward_backward"))
+
+
+def _lengths_of_their_own() -> None:
+    epl.init(epl.Config({"cluster.colocate_split_and_replicate": True, "communication.timeout": 30}))
+    model: Any = epl.parallelize(Net(True))
+    model(torch.randn(4, 3, 6))
+    model(torch.randn(4, 3 + epl.Env.get().cluster.rank, 6))
+
+
+def test_ranks_that_pad_to_lengths_of_their_own_are_refused() -> None:
+    # What they sent did not fit, and Gloo ended the process: no error of Python's, and nothing said why.
+    for rank, error in enumerate(rank_errors(_lengths_of_their_own, 2)):
+        assert error is not None
+        kind, text = error
+        assert kind == "SplitError"
+        assert (
+            f"wide, which is under split, is given (rows, {3 + rank}, 8) then (rows, {3 + rank}, 8) on this rank"
+            in text
+        )
+        assert "pad to one fixed length" in text
