@@ -21,7 +21,7 @@ from epl.graph.spec import leaves_of
 from epl.parallel.split.filling import drawn, draws, looks, refuse_initialiser
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.region import region
-from epl.parallel.split.value import changes
+from epl.parallel.split.value import SplitTensor, changes
 from epl.plan.split.layout import ParameterLayout, layout_of, set_layout
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -54,6 +54,8 @@ class CutParameter(nn.Parameter):
             with _torch.no_tensor_subclass():
                 return func(parameter, WholeGradient.of(parameter, hook))
         if region.depth or not cls.computes(func):
+            if len(types) > 1 and any(issubclass(kind, SplitTensor) for kind in types):
+                return NotImplemented  # its rules are asked, wherever it stands among the arguments
             name = getattr(func, "__name__", "")
             try:
                 with _torch.no_tensor_subclass():

@@ -17,8 +17,11 @@ from epl.parallel.split.choose import choose
 from epl.parallel.split.cutparameter import CutParameter, become_plain
 from epl.parallel.split.expressions import OwnLosses
 from epl.parallel.split.part import SplitPart
-from epl.parallel.split.value import SplitTensor
+from epl.parallel.split.region import region
+from epl.parallel.split.value import SplitTensor, shard, whole
 from epl.plan.split.layout import layout_of
+from epl.train.lazy.lane import become_lane, become_single
+from tests.parallel.split.compare import even
 from tests.parallel.split.threads import ThreadRanks, run_threads
 
 
@@ -50,6 +53,35 @@ def on_blocks(function: Any, own_losses: bool = False) -> tuple[nn.Linear, list[
             part.undo(gather=False)
 
     return layer, run_threads(body, 2)
+
+
+def test_a_whole_parameter_of_a_split_stage_may_stand_before_a_split_value() -> None:
+    # As in `self.weight * h` of a norm of cut heads, and the addmm of GPT-2's layers. Torch asks the first argument first: it took all of
+    # them for plain tensors, and the models could be no stages.
+    x, scale, weight = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 6), (6,), (6, 4)))
+
+    def body(ranks: ThreadRanks) -> tuple[torch.Tensor, torch.Tensor | None]:
+        mine, bias = nn.Parameter(scale.clone()), nn.Parameter(weight[0].clone())
+        for parameter, name in ((mine, "scale"), (bias, "bias")):
+            become_lane(parameter, (0, 1), 0, name, ranks, together=True)
+        region.depth, region.entered = 1, {}
+        try:
+            cut = even(6, 2)
+            h = shard(cut.take(x, 1, ranks.rank), 1, cut, ranks)
+            out = whole(torch.addmm(bias, mine * h, shard(cut.take(weight, 0, ranks.rank), 0, cut, ranks)))
+            out.square().sum().backward()
+            return out.detach(), mine.grad
+        finally:
+            region.depth, region.entered = 0, {}
+            for parameter in (mine, bias):
+                become_single(parameter)
+
+    plain = scale.clone().requires_grad_()
+    expected = torch.addmm(weight[0], plain * x, weight)
+    expected.square().sum().backward()
+    for out, gradient in run_threads(body, 2):
+        torch.testing.assert_close(out, expected.detach())
+        torch.testing.assert_close(gradient, plain.grad)
 
 
 def test_expressions_are_those_of_the_whole() -> None:
