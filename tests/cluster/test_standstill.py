@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import epl
 from epl.cluster import standstill
 from epl.cluster.standstill import Waiting, stuck
-from tests.harness import rank_errors
+from tests.harness import rank_errors, run_ranks
 
 
 def waiting(group: str, number: int, members: tuple[int, ...], **made: int) -> Waiting:
@@ -77,3 +81,26 @@ def test_a_rank_that_reads_split_logits_alone(colocated: bool) -> None:
         assert kind == "RanksDisagreeError"
         assert "rank 0: computing with split values in test_standstill.py:" in text
         assert "rank 1: " in text
+
+
+def _give_up_and_wait_again() -> tuple[list[str], float]:
+    job = epl.init() or epl.Env.get().job("test")
+    number = torch.ones(())
+    said = []
+    if job.rank == 1:
+        time.sleep(0.5)
+    work = dist.all_reduce(number, async_op=True)
+    while True:
+        try:
+            work.wait(datetime.timedelta(seconds=0.1))
+            return said, number.item()
+        except RuntimeError as error:
+            said.append(str(error))
+
+
+def test_a_wait_that_was_given_up_can_be_taken_up_again() -> None:
+    # What c10d says then is not documented: another text would end a job at the first slow rank.
+    (said, number), (_, other) = run_ranks(_give_up_and_wait_again, 2)
+    assert said
+    assert all(standstill._NOT_YET in text for text in said)
+    assert number == other == 2
