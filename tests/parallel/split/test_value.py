@@ -181,9 +181,24 @@ def test_writing_into_split_values_by_out_is_refused():
         with pytest.raises(SplitError):
             torch.add(X, 1, out=_cut(ranks))
         with pytest.raises(SplitError):
-            _cut(ranks).data = X
+            partial(X.clone(), ranks).data = X
+        with pytest.raises(SplitError):
+            _cut(ranks).data = X[:1]
 
     run_threads(run, 2)
+
+
+def test_data_that_is_set_is_this_ranks_block():
+    def run(ranks):
+        value = _cut(ranks, learns=True)
+        value.data = 2 * X
+        first = whole(value.detach().clone())
+        value.data = value.data * 2
+        return first, whole(value.detach())
+
+    for first, second in run_threads(run, 2):
+        assert torch.equal(first, 2 * X)
+        assert torch.equal(second, 4 * X)
 
 
 @pytest.mark.parametrize("layout", ["sum", (0, even(3, 2)), (1, CUT)])
