@@ -421,6 +421,41 @@ def test_heads_that_do_not_divide_behind_one_projection() -> None:
         choose(Fused(), 4, (torch.randn(2, 5, 24),))
 
 
+class Rotary(nn.Module):
+    """Attention with rotary positions as complex numbers, as Meta's Llama has it."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(4 * heads, 4 * heads, bias=False) for _ in range(4))
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor) -> Any:
+        shape = (*x.shape[:2], self.heads, -1)
+        turns = torch.polar(torch.ones(x.shape[1], 1, 2), torch.arange(2.0 * x.shape[1]).view(-1, 1, 2))
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(t.view(*shape, 2)) * turns).flatten(3).transpose(1, 2)
+            for t in (self.q(x), self.k(x))
+        )
+        scores = (q @ k.mT).softmax(-1)
+        return self.o((scores @ self.v(x).view(shape).transpose(1, 2)).transpose(1, 2).flatten(2))
+
+
+def test_the_heads_that_are_named_are_heads() -> None:
+    # The pairs in each head were named, "2 heads", and the two weights k | v that are one: "2 heads", too.
+    with pytest.raises(SplitError) as rotary:
+        choose(Rotary(6), 4, (torch.randn(2, 5, 24, requires_grad=True),))
+    assert str(rotary.value).count("6 heads") == 3
+    assert "2 heads" not in str(rotary.value)
+    cross, x, y = nn.MultiheadAttention(24, 6), torch.randn(5, 2, 24, requires_grad=True), torch.randn(3, 2, 24)
+    with pytest.raises(SplitError, match=r"6 heads .* 3 or 6"):
+        choose(cross, 4, (x, y, y))
+
+
+def test_rotary_positions_as_complex_numbers_leave_the_heads_cut() -> None:
+    plan = choose(Rotary(6), 3, (torch.randn(2, 5, 24, requires_grad=True),))
+    assert [event.what for event in plan.events] == ["backward all-reduce", "all-reduce"]
+
+
 def test_sections_that_cannot_be_dealt_out_are_gathered() -> None:
     # A wish for sections of two features was an error for three ranks, though nobody had asked for sections.
     class Chunks(nn.Module):

@@ -32,6 +32,8 @@ COLLECTIVE = 16 << 10
 _MOST_RUNS = 3000
 MOST_CALLS = 300_000
 """So many torch functions are run to try other ways, some ten seconds: with what a part holds grow both the ways and the time of each."""
+_FUSED = 3
+"""As many projections may be one weight, at most: q | k | v."""
 SMALL = 50
 """A parameter may stay whole if it is less than this part of all."""
 
@@ -89,6 +91,8 @@ class Search:
             self._begin.take(known)
         self._turns = Turns(fixed)
         self._refused: list[HeadsError] = []
+        self._heads: dict[str, HeadsError] = {}
+        """What is said of each axis that was refused."""
         self.runs = 0
         self._calls = 0
 
@@ -119,7 +123,7 @@ class Search:
         for refused in self._refused:  # heads that do not divide, and no rank has some of them instead: say so
             choice = best.decisions.choices.get(refused.axis)
             if (choice is None or choice.axis not in best.decisions.heads) and best.attends_whole:
-                raise refused
+                raise self._heads[refused.axis]
         return best
 
     def greedy(self) -> Outcome:
@@ -176,14 +180,23 @@ class Search:
         heads = [error for error in errors if isinstance(error, HeadsError)]
         # Behind q | k | v several counts can be thought of in `view(…, heads, size)`: the finest is that of heads.
         heads.sort(key=lambda error: -error.count)
+        for each in heads:
+            self._remember(each)
         if not legal:
             self._refused = heads + self._refused
-            raise heads[0] if heads else errors[0]
+            raise self._heads[heads[0].axis] if heads else errors[0]
         self._refused += heads  # perhaps no heads at all: q | k | v, taken for three
         key = f"wish {refined.wishes}"
         self._turns.points[key] = len(legal)
         chosen = legal[min(self._turns.forced.get(key, 0), len(legal) - 1)]
         return _Step(chosen, step.wishes | {key})
+
+    def _remember(self, error: HeadsError) -> None:
+        """Of several counts for an axis the first is that of heads: what comes later are pairs of numbers in each. But k | v comes
+        before its heads."""
+        known = self._heads.setdefault(error.axis, error)
+        if known.count <= _FUSED < error.count:
+            self._heads[error.axis] = error
 
     def _cost(self, decisions: Decisions, attention: Attention, events: list[Sent]) -> Cost:
         left = sum(
