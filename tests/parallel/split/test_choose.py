@@ -451,6 +451,20 @@ def test_the_heads_that_are_named_are_heads() -> None:
         choose(cross, 4, (x, y, y))
 
 
+def test_groups_that_are_no_heads_need_not_divide() -> None:
+    # Any softmax over three dims was taken for an attention, and a program without one refused for its "heads".
+    class Latents(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 42), nn.Linear(42, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.b(self.a(x).view(-1, 6, 7).softmax(-1).flatten(1))
+
+    torch.manual_seed(0)
+    check(cases.alone(Latents().double(), torch.randn(3, 8, dtype=torch.float64)), 4)
+
+
 def test_rotary_positions_as_complex_numbers_leave_the_heads_cut() -> None:
     plan = choose(Rotary(6), 3, (torch.randn(2, 5, 24, requires_grad=True),))
     assert [event.what for event in plan.events] == ["backward all-reduce", "all-reduce"]

@@ -59,11 +59,8 @@ class Outcome(NamedTuple):
     decisions: Decisions
     events: list[Sent]
     path: tuple[_Step, ...]
-
-    @property
-    def attends_whole(self) -> bool:
-        """Whether every rank computes all heads of an attention."""
-        return self.cost[1] > 0
+    attends_whole: bool
+    """Whether every rank computes all heads of an attention (and it is one: not some other softmax)."""
 
 
 class Search:
@@ -143,7 +140,8 @@ class Search:
                 decisions = step.decisions.copy()
                 try:
                     events, attention = self._trace(decisions)
-                    return Outcome(self._cost(decisions, attention, events), decisions, events, tuple(path)), None
+                    cost = self._cost(decisions, attention, events)
+                    return Outcome(cost, decisions, events, tuple(path), attention.heads > 0), None
                 except RefineError as refined:
                     step = self._granted(step, refined)
                     path.append(step)
