@@ -29,6 +29,8 @@ def num_replicas() -> int | float:
     replicas is exact there too, where every rank has rows of its own replica (`replicate(1)`):
 
         loss = loss_sum * epl.num_replicas() / epl.global_sum(count)
+
+    With `replicate(k)` every rank has a share of them: take `loss_sum / rows * epl.global_sum(rows) / epl.global_sum(count)`.
     """
     plan = Env.get().plan
     if plan is None:

@@ -296,8 +296,10 @@ def test_model_is_released_by_the_next_init(alone):
     assert Replicas.of(model) is None
 
 
-def _normalised_by_a_global_count():
+def _normalised_by_a_global_count(devices):
     epl.init()
+    if devices > 1:
+        epl.set_default_strategy(epl.replicate(devices))
     torch.manual_seed(0)
     x, y = torch.randn(13, 4, dtype=torch.float64), torch.randint(0, 3, (13,))
     model = nn.Linear(4, 3).double()
@@ -309,7 +311,11 @@ def _normalised_by_a_global_count():
         counted = (b != 0).double()
         loss_sum = (F.cross_entropy(model(a), b, reduction="none") * counted).sum()
         model.zero_grad()
-        (loss_sum * epl.num_replicas() / epl.global_sum(counted.sum())).backward()
+        if devices == 1:
+            loss = loss_sum * epl.num_replicas() / epl.global_sum(counted.sum())
+        else:
+            loss = loss_sum / len(b) * epl.global_sum(len(b)) / epl.global_sum(counted.sum())
+        loss.backward()
         xs, ys = x[step * rows : (step + 1) * rows], y[step * rows : (step + 1) * rows]
         plain.zero_grad()
         F.cross_entropy(plain(xs), ys.where(ys != 0, -100)).backward()
@@ -318,7 +324,12 @@ def _normalised_by_a_global_count():
 
 
 def test_a_loss_divided_by_a_global_count_is_exact_in_the_tail_too():
-    assert run_ranks(_normalised_by_a_global_count, 2) == [2, 2]
+    assert run_ranks(_normalised_by_a_global_count, 2, 1) == [2, 2]
+
+
+def test_a_loss_divided_by_a_global_count_where_ranks_divide_a_replicas_rows():
+    # The guide said to use "sum" and to divide by the global count alone, which is 1/k of it.
+    assert run_ranks(_normalised_by_a_global_count, 2, 2) == [1, 1]
 
 
 def _optimizer_made_later():

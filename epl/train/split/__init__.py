@@ -10,6 +10,7 @@ trampoline.py  the forward of a model until it is cut
 leftout.py     arguments that the running forward leaves out, and the recorded one did not
 rowmap.py      how the arguments and results of split parts carry the batch, from a recorded forward
 foreseen.py    the same decisions without ranks, for `epl.plan`
+roworder.py    how rows lie in a dim that has several elements of each
 staged.py      split TaskGraphs that are stages of a pipeline
 entries.py     `state_dict` and `load_state_dict` of a model that is cut
 whole.py       the whole state, gathered and loaded
