@@ -122,11 +122,15 @@ class RecordedCall:
     def finish(self, tensors: Sequence[torch.Tensor], frontier: Sequence[torch.Tensor]) -> Any:
         """What the model returns: the tail, carried out on the inputs and on the values of the frontier.
 
-        Attributes that the forward sets on modules that are glue are set, too.
+        Attributes that the forward sets on modules that are glue are set, too, and hooks that it has put on modules are there from
+        now on: it may have noted in an attribute that they are.
         """
         env = self.whole.feed(tensors, self.given)
         env.update(zip(self.frontier, frontier, strict=True))
         self.whole.replay(self.tail, env)
+        for where, before, after in self.whole.hooks:
+            if where.keys() == before.keys():
+                where.update(after)
         for attribute in self.whole.attributes:
             setattr(attribute.module, attribute.name, attribute.value.rebuild(env))
         return self.whole.rebuild_outputs(env)

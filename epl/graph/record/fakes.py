@@ -23,7 +23,8 @@ from epl.plan.split.layout import layout_of
 _CONTAINERS = frozenset({dict, list, set, OrderedDict, defaultdict, deque})
 _TENSOR_DICTS = ("_parameters", "_buffers")
 _OWN = frozenset(nn.Module().__dict__)
-_CHANGED = frozenset({"_modules", "_forward_hooks", "_forward_pre_hooks"})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_CHANGED = frozenset({"_modules", *_HOOKS})
 """Of the containers that every module has, those that a forward might change: some install hooks when they first run."""
 
 
@@ -61,6 +62,7 @@ class FakeModel:
         self._modules: list[nn.Module] | None = None
         self._before: dict[nn.Module, dict[str, Any]] = {}
         self._at_start: dict[nn.Module, dict[str, Any]] = {}
+        self._contents: list[tuple[Any, Any]] = []
 
     def spec_of(self, tensor: torch.Tensor) -> Spec:
         """The spec with which a tensor is recorded: as on one device, so a block of a split parameter as the whole of it."""
@@ -91,6 +93,7 @@ class FakeModel:
             self.held = {}
             self._entries = [self._entry(path, module) for path, module in self.model.named_modules()]
         contents: list[tuple[Any, Any]] = []
+        self._contents = contents
         try:
             for module, parameters, buffers, others, containers in self._entries:
                 state = module.__dict__
@@ -111,7 +114,14 @@ class FakeModel:
                 state.update(before)
             for container, content in contents:
                 _put_back(container, content)
-            self._before, self._at_start = {}, {}
+            self._before, self._at_start, self._contents = {}, {}, []
+
+    def new_hooks(self) -> Iterator[tuple[Any, Any, Any]]:
+        """The hooks that the forward has put on modules so far: (where, those before, those now)."""
+        places = {id(state[name]) for state in (module.__dict__ for module in self.modules) for name in _HOOKS}
+        for container, content in self._contents:
+            if id(container) in places and len(container) > len(content or ()):
+                yield container, content or {}, container.copy()
 
     def changes(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """What the forward has set anew so far: (module, attribute, value)."""

@@ -28,6 +28,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def around_hooks(leaves: Iterable[nn.Module]) -> list[nn.Module]:
+    """Of these modules those with hooks on modules inside: they have to be looked into for what such a hook takes out to be seen."""
+    return [leaf for leaf in leaves if any(has_hooks(each) for each in leaf.modules() if each is not leaf)]
+
+
 @contextlib.contextmanager
 def left_out(module: nn.Module) -> Iterator[None]:
     """Inside, no forward hook runs on this module or any in it."""

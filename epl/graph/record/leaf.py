@@ -64,6 +64,8 @@ class Leaves:
         """Whether that is being found out: only such modules are not run."""
         self.saw_objects = False
         """Whether a module was given an object."""
+        self.minds_hooks = False
+        """Whether modules with hooks are run every time: the forward has shown that it counts on what a hook takes out."""
         self.readers: dict[str, set[str]] = {}
         """By the names of modules: those whose traces in an object they were seen to use."""
         self.memo = Memo(self.fresh)
@@ -124,7 +126,8 @@ class Leaves:
         inputs = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
         things = [leaf for leaf in found if not isinstance(leaf, torch.Tensor)]
         self.saw_objects |= bool(things)
-        call = self.memo.call(module, args, kwargs, whole)
+        runs = self.minds_hooks and any(map(hooks.has_hooks, module.modules()))
+        call = None if runs else self.memo.call(module, args, kwargs, whole)
         may_skip = self.trusted if things else part or not self.verifying
         known = self.memo.recall(call, inputs, things) if call is not None and may_skip else None
         if known is not None:
@@ -152,12 +155,27 @@ class Leaves:
                         return original(module, *args, **kwargs)
                     for thing, state in zip(things, before, strict=True):
                         put_back(thing, *state)
-            result = self._for_real(module, original, args, kwargs)
+            result = self._hooked(module, original, args, kwargs, self._for_real(module, original, args, kwargs))
         finally:
             streams.restore()  # the module will draw when it runs
         if number is not None:
             self._needs_numbers.add(number)
         return result
+
+    def _hooked(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Any:
+        """The result, after the module's own hooks have seen it: where they take something of it out, that is fake, too."""
+        if not hooks.has_hooks(module):
+            return result
+        before = module.__dict__.get("forward")
+        module.__dict__["forward"] = lambda *args, **kwargs: result
+        try:
+            with contextlib.suppress(Exception), _torch.fake_failures_unsaid():
+                return original(module, *args, **kwargs)
+            return result
+        finally:
+            del module.__dict__["forward"]
+            if before is not None:
+                module.__dict__["forward"] = before
 
     def _for_real(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         failure: Exception | None = None

@@ -18,7 +18,7 @@ from epl.graph.record.draws import Draws
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.modules import Modules
 from epl.graph.record.outlook import Outlook, Sizes
-from epl.graph.record.recorder import NotALeaf
+from epl.graph.record.recorder import HooksInside, NotALeaf
 from epl.graph.record.recording import Recording
 from epl.graph.record.run import Surroundings, record
 from epl.plan.batch import cut_evenly
@@ -58,7 +58,7 @@ class Maker:
             try:
                 making = _Making(self, inputs, tensors, trust, seed, known)
                 call = making.call(micro_batches, widths)
-            except RecordingError:
+            except (RecordingError, HooksInside):
                 self.modules.leave_whole(module)
         call.homes = homes_of(call.whole, self.modules)
         if ahead is not None:
@@ -119,7 +119,7 @@ class _Making:
         if leaves.saw_objects and not leaves.trusted:
             leaves.trusted = leaves.verifying = True
             again: Recording | None = None
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, HooksInside):
                 again = self._record(shapes, self.draws.at_another_size())
             leaves.verifying = False
             leaves.trusted = again is not None and _difference(recording, again, specs=True) is None
@@ -179,7 +179,7 @@ class _Making:
                 warnings.simplefilter("ignore")
                 for shapes in several:
                     self._record(shapes, draws())
-        except (Exception, NotALeaf):
+        except (Exception, HooksInside, NotALeaf):
             self._maker.outlook.failed(self._trust)
             return False
         return True

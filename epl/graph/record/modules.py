@@ -49,14 +49,14 @@ class Modules:
         """The TaskGraph of a leaf."""
         return self._owners.get(leaf)
 
-    def look_into(self, module: nn.Module) -> None:
-        """From now on this module is no leaf."""
-        self._opened.add(module)
+    def look_into(self, *modules: nn.Module) -> None:
+        """From now on these modules are no leaves."""
+        self._opened.update(modules)
         self._find()
 
-    def leave_whole(self, module: nn.Module) -> None:
+    def leave_whole(self, *modules: nn.Module) -> None:
         """Undo `look_into`."""
-        self._opened.discard(module)
+        self._opened.difference_update(modules)
         self._find()
 
     def key(self) -> tuple[Hashable, bool]:

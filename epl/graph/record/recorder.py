@@ -86,6 +86,17 @@ class NotALeaf(BaseException):
         self.module = module
 
 
+class HooksInside(BaseException):
+    """A forward failed that has hooks on modules: it may count on what they take out. Not an Exception, as above.
+
+    `modules`: those that run as a whole and have modules with hooks inside.
+    """
+
+    def __init__(self, error: Exception, modules: list[nn.Module]) -> None:
+        super().__init__(str(error))
+        self.error, self.modules = error, modules
+
+
 class Recorder(TorchFunctionMode):
     """Writes down what happens inside `listening()`."""
 

@@ -72,6 +72,8 @@ class Recording:
     """One per input tensor, in the order of the inputs; a tensor that is given twice has one."""
     outputs: Outputs
     attributes: tuple[Attribute, ...]
+    hooks: tuple[tuple[Any, Any, Any], ...]
+    """What the forward has put on modules: (where, what was there before, what is there afterwards)."""
     draws: tuple[fx.Node, ...]
     """The nodes that stand for random numbers drawn for the call."""
     modules: dict[str, nn.Module] = field(repr=False)

@@ -21,7 +21,7 @@ from epl.graph.record.leaf import Leaves
 from epl.graph.record.maker import Maker
 from epl.graph.record.modules import Modules, TaskGraphOf
 from epl.graph.record.outlook import Outlook
-from epl.graph.record.recorder import STAGES, Apart, NotALeaf
+from epl.graph.record.recorder import STAGES, Apart, HooksInside, NotALeaf
 from epl.graph.record.roles import Roles
 from epl.graph.record.run import Scopes, Surroundings
 from epl.graph.state import Registry
@@ -88,6 +88,7 @@ class Recordings:
         inputs.release()
         positions = self._roles.positions(args, kwargs, inputs)
         known = self._roles.known(positions)
+        hooked: HooksInside | None = None
         while True:
             try:
                 # Looking through everything that might keep a fake takes 0.1 s: only the first time, when caches are filled.
@@ -99,6 +100,19 @@ class Recordings:
                 break
             except NotALeaf as found_scope:
                 self._modules.look_into(found_scope.module)
+            except HooksInside as found_hooks:
+                if hooked is not None:
+                    self._modules.leave_whole(*hooked.modules)
+                    raise hooked.error from None
+                # What hooks take out of modules (Hugging Face's router logits, for a loss between them) is seen only where they are
+                # looked into.
+                hooked, self._leaves.minds_hooks = found_hooks, True
+                self._modules.look_into(*hooked.modules)
+            except Exception:
+                if hooked is None:
+                    raise
+                self._modules.leave_whole(*hooked.modules)
+                raise hooked.error from None
         if self._roles.note(positions, inputs, call.is_cut):
             self._cache.clear()  # some of them cut what is no batch
         if not draws.answers:

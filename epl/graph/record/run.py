@@ -20,7 +20,7 @@ from epl.graph.record.foresight import Foresight
 from epl.graph.record.inputs import Inputs
 from epl.graph.record.leaf import Leaves
 from epl.graph.record.objects import dump
-from epl.graph.record.recorder import STAGES, Apart, NotALeaf, Recorder
+from epl.graph.record.recorder import STAGES, Apart, HooksInside, NotALeaf, Recorder
 from epl.graph.record.recording import Attribute, ObjectOf, Outputs, Recording
 from epl.graph.record.shapes import Form
 from epl.graph.record.standin import StaysOnStages
@@ -103,7 +103,7 @@ def record(
         return _record(surroundings, inputs, shapes, draws, paths, glue)
     except _DrawsUnseen as found:
         where, used = DrawingLine(), found.used
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, HooksInside):
             _record(surroundings, inputs, shapes, draws.afresh(), paths, glue, where)
     raise RecordingError(
         f"the forward draws from {used} between its modules, and recorded the draw would be the same for ever, at "
@@ -164,7 +164,11 @@ def _record(
             args, kwargs = inputs.fill(fakes)
             if where is not None:
                 where.ignore = lambda: recorder.inside is not None
-            with recorder.listening(), where.looked_for() if where is not None else contextlib.nullcontext():
+            with (
+                _hooks_told(paths, surroundings.leaves),
+                recorder.listening(),
+                where.looked_for() if where is not None else contextlib.nullcontext(),
+            ):
                 # Not by __call__: the model's own hooks run where it is called, on what comes out in the end.
                 result = model.model.forward(*args, **kwargs)
             used = streams.moved()
@@ -175,6 +179,18 @@ def _record(
         writer.close()
         streams.restore()
         torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _hooks_told(paths: Collection[nn.Module], leaves: Leaves) -> Iterator[None]:
+    """Inside, a failure says what hooks there are: now, for some models set them when they first run."""
+    try:
+        yield
+    except Exception as error:
+        found = hooks.around_hooks(paths)
+        if found or (not leaves.minds_hooks and any(map(hooks.has_hooks, paths))):
+            raise HooksInside(error, found) from error
+        raise
 
 
 def _strides(spec: Spec, shape: torch.Size) -> tuple[int, ...]:
@@ -208,6 +224,7 @@ def _finish(
         placeholders=tuple(node for node in nodes if node.op == "placeholder"),
         outputs=outputs,
         attributes=tuple(attributes),
+        hooks=tuple(model.new_hooks()),
         draws=tuple(node for node in nodes if steps.is_drawn(node)),
         modules={path: module for module, path in paths.items() if path is not None},
         held=writer.held,

@@ -127,3 +127,61 @@ def test_hooks_on_tensors_between_stages_run_in_the_replay():
     in_parts(call, [x]).sum().backward()
     assert [tuple(gradient.shape) for gradient in found] == [(4, 4)]
     assert call.tail == ()
+
+
+TAKEN: list[list[torch.Tensor]] = []
+
+
+class Chosen(nn.Module):
+    """Experts whose code looks at numbers: it runs on stand-ins, without hooks."""
+
+    def forward(self, x, gates):
+        chosen = (gates[:, 0] > 0).nonzero().flatten()
+        return x.index_add(0, chosen, x[chosen]) * 0.5
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts, self.out = nn.Linear(4, 3), Chosen(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.out(self.experts(x, self.gate(x)))
+
+
+class Overheard(nn.Module):
+    """As Hugging Face's models with router logits: hooks, put there once, take out what gates inside of layers say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.is_hooked = False
+
+    def forward(self, x):
+        if not self.is_hooked:
+            for layer in self.layers:
+                layer.gate.register_forward_hook(lambda module, args, out: TAKEN[-1].append(out) if TAKEN else None)
+            self.is_hooked = True
+        TAKEN.append([])
+        for layer in self.layers:
+            x = layer(x)
+        gates = TAKEN.pop()
+        return x, gates[0].softmax(-1) + gates[1].softmax(-1)
+
+
+def test_what_hooks_take_out_of_a_module_that_runs_as_a_whole_is_seen():
+    # Nothing was taken out: layers that need numbers run without hooks, and what others gave away belonged to nobody.
+    torch.manual_seed(0)
+    model = Overheard()
+    recordings = recordings_of(model, {"one": ["layers.0"], "two": ["layers.1"]})
+    for rows in (4, 6):  # the second recording found a note that hooks are there, and none
+        x = torch.randn(rows, 4)
+        call = recordings.of((x,), {}, 2)
+        made = in_parts(call, [x])
+        assert all(map(torch.equal, made, model(x)))
+
+
+def test_a_forward_that_fails_whatever_hooks_there_are_says_its_own_error(model):
+    model.body[0].register_forward_hook(lambda module, args, out: None)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        recordings_of(model, STAGES).of((torch.randn(4, 3),), {}, 2)
