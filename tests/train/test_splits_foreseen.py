@@ -92,6 +92,41 @@ def test_heads_that_do_not_divide_are_refused_before_a_launch(stages: int) -> No
         epl.plan(nn.Sequential(*parts), torch.zeros(2, 5, 24), num_devices=3 * stages)
 
 
+@pytest.mark.parametrize("colocated", [False, True])
+def test_what_is_in_the_way_of_every_part_is_told_at_once(monkeypatch: pytest.MonkeyPatch, colocated: bool) -> None:
+    # Only the first part was tried, and beside replicate its error did not say which part it is.
+    monkeypatch.setenv("EPL_CLUSTER_COLOCATE_SPLIT_AND_REPLICATE", str(colocated))
+    with epl.split(3, name="left"):
+        left = Attention(4)
+    with epl.split(3, name="right"):
+        right = Attention(2)
+    between = nn.Linear(24, 24)
+    epl.annotate(epl.replicate(3), between)
+    with pytest.raises(SplitError) as told:
+        epl.plan(nn.Sequential(left, between, right), torch.zeros(3, 5, 24), num_devices=3 if colocated else 9)
+    names = ("0", "2") if colocated else ("left", "right")
+    for text in (
+        "2 problems",
+        f"1. {names[0]}: ",
+        "4 heads",
+        f"2. {names[1]}: ",
+        "2 heads",
+        "over 3 ranks" if not colocated else "3 ranks",
+    ):
+        assert text in str(told.value)
+
+
+def test_a_split_without_parameters_of_its_own_is_told_about(caplog: pytest.LogCaptureFixture) -> None:
+    # All its ranks computed the same, and nobody said so.
+    with epl.split(2, name="wide"):
+        wide = nn.ReLU()
+    with epl.replicate(1, name="last"):
+        last = nn.Linear(4, 4)
+    plan = epl.plan(nn.Sequential(wide, last), torch.zeros(4, 4), num_devices=3)
+    assert cuts(plan)["wide"] == {}
+    assert "nothing is split of wide: no parameter belongs to it alone" in caplog.text
+
+
 def _planned_and_run() -> tuple[Any, Any]:
     epl.init(epl.Config({"communication.timeout": 30}))
     model = Net(epl.split(2, name="a"), epl.replicate(1, name="b"))

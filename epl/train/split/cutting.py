@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from epl.cluster.communication import Job
 from epl.config import Config
-from epl.errors import SplitError
+from epl.errors import SplitError, list_problems
 from epl.graph import TaskGraphs
 from epl.graph.deferred import is_deferred, materialise_whole
 from epl.parallel.split.choose import choose
@@ -21,7 +21,7 @@ from epl.parallel.split.part import SplitPart
 from epl.parallel.split.ranks import SplitRanks
 from epl.plan.split.layout import ParameterLayout
 from epl.plan.split.splitplan import SplitPlan
-from epl.report.log import notice
+from epl.report.log import notice, warn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -43,7 +43,13 @@ def split_parameters(model: nn.Module, taskgraphs: TaskGraphs, names: Collection
                 f"{first[key]} is tied between TaskGraphs ({', '.join(sorted(map(str, found)))}): it is not split, every rank has the "
                 "whole of it"
             )
-    return {first[key] for key, found in owners.items() if found <= set(names)}
+    own = {first[key] for key, found in owners.items() if found <= set(names)}
+    if not own:
+        warn(
+            f"nothing is split of {', '.join(sorted(names))}: no parameter belongs to it alone, so each of its ranks computes all of it. "
+            "Build what is to be cut under epl.split, or name it with epl.annotate"
+        )
+    return own
 
 
 @contextlib.contextmanager
@@ -80,6 +86,21 @@ def plan_of(
     fixed = {name: None for name, _ in part.named_parameters() if name not in own}
     with as_in_training(model):
         return decide(part, ways, examples, fixed)
+
+
+def plans_of_all(wanted: Mapping[str, Callable[[], SplitPlan]]) -> dict[str, SplitPlan]:
+    """The plans of several parts, by name; SplitError with what is in the way of each of them."""
+    found, problems = dict[str, SplitPlan](), list[str]()
+    for name, make in wanted.items():
+        try:
+            found[name] = make()
+        except SplitError as error:
+            problems.append(f"{name}: {error}")
+    if len(problems) > 1:
+        raise SplitError(list_problems("parts of the model cannot be split", problems))
+    if problems:
+        raise SplitError(problems[0])
+    return found
 
 
 def choose_by(root: nn.Module, ways: int, examples: Iterable[Arguments], fixed: Mapping[str, None]) -> SplitPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from epl.graph import TaskGraphs
 from epl.graph.record import RecordedCall
 from epl.plan import Plan
 from epl.plan.splits import PartSplit
-from epl.train.split.cutting import as_in_training, choose_by, plan_of, split_parameters
+from epl.train.split.cutting import as_in_training, choose_by, plan_of, plans_of_all, split_parameters
 from epl.train.split.ownrows import loose_parameters, split_modules
 from epl.train.split.staged import plans_of_stages
 
@@ -42,7 +43,5 @@ def splits_on_shared_devices(
         found.append(plan_of(model, model, loose, ways, [(args, kwargs)], choose_by).only(set(loose)).summary())
     with as_in_training(model):
         parts = split_modules(recorded, names, own)
-    for part in parts:
-        plan_of_part = plan_of(model, part.module, part.own, ways, part.examples, choose_by)
-        found.append(plan_of_part.summary(part.path))
-    return found
+    plans = plans_of_all({p.path: partial(plan_of, model, p.module, p.own, ways, p.examples, choose_by) for p in parts})
+    return found + [split.summary(path) for path, split in plans.items()]

@@ -41,7 +41,7 @@ from epl.plan.splits import PartSplit
 from epl.report.log import notice
 from epl.train.policy import reduce_policy
 from epl.train.scaling import agree_on_unscaling
-from epl.train.split.cutting import CutParameters, as_in_training, decide, plan_of, split_parameters
+from epl.train.split.cutting import CutParameters, as_in_training, decide, plan_of, plans_of_all, split_parameters
 from epl.train.split.entries import mind_entries
 from epl.train.split.loopwords import LoopWords
 from epl.train.split.loose import LoosePart
@@ -187,8 +187,11 @@ class SharedSplit:
             splits += self._cut_loose(self.rows, args, kwargs, own)
             with as_in_training(model):
                 parts = self.rows.parts(args, kwargs, own)
+            plans = plans_of_all(
+                {p.path: partial(plan_of, model, p.module, p.own, ways, p.examples, agreed) for p in parts}
+            )
             for part in parts:
-                plan = plan_of(model, part.module, part.own, ways, part.examples, agreed)
+                plan = plans[part.path]
                 border = self.rows.border(part.module)
                 self.cut.cut(part.module, plan, config, optimizers, boundary=border, expressions=self._expressions)
                 splits.append(plan.summary(part.path))

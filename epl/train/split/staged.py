@@ -25,7 +25,7 @@ from epl.plan.split.splitplan import SplitPlan
 from epl.report.log import notice
 from epl.train.laneplace import LanePlace
 from epl.train.lazy.lane import become_lane, become_single
-from epl.train.split.cutting import CutParameters, Decide, decide, plan_of, split_parameters
+from epl.train.split.cutting import CutParameters, Decide, decide, plan_of, plans_of_all, split_parameters
 from epl.train.split.entries import mind_entries
 
 if TYPE_CHECKING:
@@ -108,12 +108,12 @@ def plans_of_stages(
     with torch_streams_kept():
         specs = [node.meta["spec"] for node in recorded.whole.placeholders]
         examples = [recorded.arguments([made(spec) for spec in specs]) for made in STAND_INS]
-    found = {}
-    for taskgraph in plan.taskgraphs:
-        if taskgraph.kind == "split" and taskgraph.width > 1:
-            own = split_parameters(model, taskgraphs, {taskgraph.name})
-            found[taskgraph.name] = plan_of(model, model, own, taskgraph.width, examples, decide).only(own)
-    return found
+    split = [t for t in plan.taskgraphs if t.kind == "split" and t.width > 1]
+    own = {t.name: split_parameters(model, taskgraphs, {t.name}) for t in split}
+    found = plans_of_all(
+        {t.name: partial(plan_of, model, model, own[t.name], t.width, examples, decide) for t in split}
+    )
+    return {name: plan.only(own[name]) for name, plan in found.items()}
 
 
 def _ranks(taskgraph: Any) -> set[int]:
