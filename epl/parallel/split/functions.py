@@ -6,6 +6,7 @@
     Gather          cut becomes whole               each rank keeps its part
     Take            whole becomes cut               gradients are put together
     ReduceScatter   partial sums become cut         gradients are put together
+    EnterGathered   Gather, used by cut work        gradients are summed over ranks, each of which keeps its part
     Recut           cut along another dim           gradients are cut back: the opposite exchange
 
 Each backward is itself one of these, so that gradients of gradients are right too. A whole value inside a split part is the same on all ranks, and so is its gradient; whatever meets a cut value goes through one of these.
@@ -91,6 +92,21 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return Enter.apply(Gather.apply(grads[0], *ctx.args), ctx.args[0]), None, None, None
+
+
+class EnterGathered(torch.autograd.Function):
+    """A value that was gathered from blocks enters cut work: the gradient of a block is its part of the sum, and no rank needs the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, block: torch.Tensor, gathered: torch.Tensor, ranks: SplitRanks, dim: int, cut: Cut
+    ) -> torch.Tensor:
+        ctx.args = ranks, dim, cut
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return ReduceScatter.apply(grads[0], *ctx.args), None, None, None, None
 
 
 class Recut(torch.autograd.Function):

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from epl import _torch
 from epl.errors import SplitError
 from epl.graph.spec import leaves_of, swap
-from epl.parallel.split.functions import Enter, Gather, Recut, Reduce, ReduceScatter, Take
+from epl.parallel.split.functions import Enter, EnterGathered, Gather, Recut, Reduce, ReduceScatter, Take
 from epl.parallel.split.ranks import SplitRanks
 from epl.parallel.split.region import region
 from epl.parallel.split.rules.registry import RULES, named_alike
@@ -136,7 +137,10 @@ class SplitTensor(torch.Tensor):
                     self.cell.hold(Reduce.apply(self.local, ranks, self.cell.fresh))
             return cast("torch.Tensor", self.total)
         ranks.note("all-gather", self.numel() * self.element_size(), why or "a cut value becomes whole")
-        return cast("torch.Tensor", Gather.apply(self.local, ranks, self.place, self.cut))
+        found = cast("torch.Tensor", Gather.apply(self.local, ranks, self.place, self.cut))
+        if found.requires_grad:
+            _blocks[found] = self.local, (ranks, self.place, self.cut), _version(found)
+        return found
 
     # Metadata, without a dispatch.
     shape = property(lambda self: self.global_shape)  # type: ignore[assignment]
@@ -269,9 +273,21 @@ def enter(value: Any, ranks: SplitRanks) -> Any:
     key = id(value), _torch.version_of(value)
     found = region.entered.get(key)
     if found is None:
-        ranks.note("backward all-reduce", nbytes(value), "gradient of a whole value used by cut work")
-        found = region.entered[key] = (value, Enter.apply(value, ranks))
+        found = region.entered[key] = (value, _entered(value, ranks))
     return found[1]
+
+
+_blocks = WeakIdKeyDictionary()
+"""By gathered values: this rank's block, with ranks, dim and cut, and the version that the value had."""
+
+
+def _entered(value: torch.Tensor, ranks: SplitRanks) -> Any:
+    block, how, version = _blocks.get(value, (None, (ranks,), 0))
+    if block is None or how[0] is not ranks or version != _version(value):
+        ranks.note("backward all-reduce", nbytes(value), "gradient of a whole value used by cut work")
+        return Enter.apply(value, ranks)
+    ranks.note("backward reduce-scatter", nbytes(value) // 2, "gradient of a gathered value used by cut work")
+    return EnterGathered.apply(block, value.detach(), *how)
 
 
 def take(value: torch.Tensor, dim: int, cut: Cut, ranks: SplitRanks) -> torch.Tensor:

@@ -128,3 +128,10 @@ def test_batch_norm_moves_its_buffers_alike_on_all_ranks():
 
     for layout in ((0, even(6, 2)), (1, even(4, 2)), (2, even(3, 2))):
         compare(program, [_floats(6, 4, 3)], [layout], 2)
+
+
+def test_gathered_rows_get_their_part_of_the_sum_of_gradients():
+    # Every rank was sent the whole sum, to keep its rows of it: twice what the plan says of a bridge.
+    layouts = [(0, _rows(6)), (0, even(5, 3, "classes"))]
+    for ranks in compare(lambda x, w: F.linear(x, w), [_floats(6, 4), _floats(5, 4)], layouts, 3):
+        assert ranks.calls == ["all-gather", "all-gather", "all-to-all"]  # rows, for the comparison, backward
