@@ -45,7 +45,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=Size.layers, help="of the encoder, and of the decoder")
     parser.add_argument("--heads", type=int, default=Size.heads)
     parser.add_argument("--dropout", type=float, default=Size.dropout)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.generate_data and (options.source or options.target or options.pairs):
+        parser.error("--source, --target and --pairs say what --generate_data prepares: add it, or leave them out")
+    return options
 
 
 def main() -> None:

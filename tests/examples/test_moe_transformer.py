@@ -19,7 +19,7 @@ import torch
 from epl.graph import registry
 from tests.harness import run_ranks
 
-from .commands import EXAMPLES, LAUNCH, output, printed_by
+from .commands import EXAMPLES, LAUNCH, output, printed_by, run
 
 FOLDER = EXAMPLES / "moe_transformer"
 NAMES = ("subwords", "grammar", "generate_data", "bleu", "einsum_moe", "moe", "model")
@@ -333,8 +333,12 @@ def test_the_manuals_script_prepares_its_data_once(tmp_path: Path) -> None:
     small = ("--vocabulary", "40", "--held_out", "2", *TINY, "--steps", "1")
     shown = output("scripts/train_moe_t5.sh", *small, folder=FOLDER, env=env)
     assert "14 sentences to learn from, 2 held out, 40 subwords" in shown
-    again = output("scripts/train_moe_t5.sh", *small, folder=FOLDER, env=env)
+    ended = run("scripts/train_moe_t5.sh", *small, folder=FOLDER, env=env)
+    again = ended.stdout
     assert "to learn from" not in again
+    assert "SOURCE and TARGET are not read again" in ended.stderr  # a corpus prepared earlier was trained on, silently
+    wrong = run(sys.executable, "train.py", "--source", tmp_path / "a.en", folder=FOLDER)
+    assert "--source, --target and --pairs say what --generate_data prepares" in wrong.stderr
     anew = output("scripts/train_moe_t5.sh", *small, folder=FOLDER, env=env | {"GENERATE_DATA": "true"})
     assert result(anew) == result(shown) == result(again)
 

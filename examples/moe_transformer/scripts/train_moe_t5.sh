@@ -9,5 +9,7 @@ if [ -z "$GENERATE_DATA" ] && [ ! -e "$data_dir/vocabulary.json" ]; then
 fi
 if [ "$GENERATE_DATA" = true ]; then
     set -- --generate_data ${SOURCE:+--source "$SOURCE"} ${TARGET:+--target "$TARGET"} "$@"
+elif [ -z "$GENERATE_DATA" ] && [ -n "$SOURCE$TARGET" ]; then
+    echo "$data_dir has a prepared corpus: SOURCE and TARGET are not read again; GENERATE_DATA=true prepares it anew" >&2
 fi
 exec python "$(dirname "$0")/../train.py" --data_dir "$data_dir" "$@"
