@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import epl
+from epl.errors import LazyValueError
 from tests.harness import RankFailure, run_ranks
 
 ROWS = 12
@@ -117,6 +118,27 @@ def test_terms_over_parameters(layout: str) -> None:
         assert colocated or read == pytest.approx(value, rel=1e-9), f"rank {rank}"
         for name, expected in weights.items():
             torch.testing.assert_close(state[name], expected, rtol=1e-9, atol=1e-9)
+
+
+def by_its_shape() -> str:
+    """`p.shape` is that of the block."""
+    epl.init(epl.Config({"communication.timeout": 30}))
+    model = epl.parallelize(Net(epl.split(2), epl.replicate(1)))
+    loss = model(torch.ones(ROWS, 6)).square().mean()
+    loss.backward()
+    weight = model.body[0].weight
+    if epl.Env.get().cluster.rank == 2:
+        return ""
+    with pytest.raises(LazyValueError) as told:
+        (weight @ weight.T - torch.eye(weight.shape[0])).square().sum()
+    return str(told.value)
+
+
+def test_a_term_that_takes_a_block_for_the_whole_is_told_what_the_shape_is() -> None:
+    # "whose result depends on numbers, ... lives on rank 0; here is only its place" was said on rank 0, too.
+    first, *_ = run_ranks(by_its_shape, 3)
+    for text in ("(9, 6)", "is on ranks 0, 1", "block (5, 6)", "p.shape", "[5, 5]"):
+        assert text in first
 
 
 def alone() -> None:

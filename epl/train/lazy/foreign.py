@@ -14,6 +14,7 @@ from epl import _torch
 from epl.errors import LazyValueError
 from epl.graph.context import Context
 from epl.graph.spec import Spec
+from epl.plan.split.layout import layout_of, whole_shape
 from epl.train.lazy.journal import Parts
 from epl.train.lazy.lane import LaneParameter
 from epl.train.lazy.node import Node, foreign, name_of, topological
@@ -96,9 +97,15 @@ def become_own(parameter: nn.Parameter, data: torch.Tensor) -> None:
 
 def refuse(parameter: ForeignParameter | LaneParameter, doing: str) -> NoReturn:
     """Raise: its numbers would be needed here."""
+    if isinstance(parameter, LaneParameter):
+        ranks = ", ".join(map(str, parameter.epl_lanes))
+        where = f"is on ranks {ranks}, which compute with it together"
+        if layout_of(parameter) is not None:
+            where += f"; this one has the block {tuple(parameter.shape)}, which is what p.shape and p.numel() tell of"
+    else:
+        where = f"lives on rank {parameter.epl_owner}; here is only its place"
     raise LazyValueError(
-        f"{doing}: the parameter {parameter.epl_name!r}, {tuple(parameter.shape)}, lives on rank {parameter.epl_owner}; here is only "
-        "its place. Its numbers come with epl.full_state_dict(model), on every rank (an average of weights is one of those states); in a "
+        f"{doing}: the parameter {parameter.epl_name!r}, {tuple(whole_shape(parameter))}, {where}. Its numbers come with epl.full_state_dict(model), on every rank (an average of weights is one of those states); in a "
         "loss (an L2 term) it may be used as it is; a part of the model runs when the whole model is called."
     )
 

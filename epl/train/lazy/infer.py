@@ -143,6 +143,7 @@ def _run_alone(
         with (
             warnings.catch_warnings(action="ignore"),  # the real operation will say so
             _torch.fake_mode(),
+            _torch.fake_failures_unsaid(),
             torch.inference_mode(False),
             torch.set_grad_enabled(context.grad),
             _torch.no_tensor_subclass(),

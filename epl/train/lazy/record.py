@@ -48,10 +48,10 @@ def record(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return _write(rows_where, args, kwargs, Inferred(_masked_spec(*args), False))
     try:
         inferred = infer(func, *_specs(args, kwargs))
-    except NeedsDataError:
+    except NeedsDataError as error:
         if func is torch.Tensor.__getitem__ and isinstance(args[0], LazyTensor):
             return _with_real_index(func, args, kwargs)
-        return run_for_real(func, args, kwargs, f"{name_of(func)}, whose result depends on numbers,")
+        return run_for_real(func, args, kwargs, f"{name_of(func)}, whose result depends on numbers,", why=str(error))
     if not leaves_of(inferred.spec, Spec):
         return run_on_numbers(func, args, kwargs)
     return _write(func, args, kwargs, inferred)
@@ -65,12 +65,15 @@ def run_on_numbers(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     return func(*args, **kwargs)
 
 
-def run_for_real(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], doing: str) -> Any:
-    """The operation runs on real tensors, with gradients, on every rank; what it returns is real."""
+def run_for_real(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], doing: str, *, why: str = "") -> Any:
+    """The operation runs on real tensors, with gradients, on every rank; what it returns is real. `why`: what was in the way of
+    foreseeing it, for the message if that cannot be."""
     lazy = leaves_of((args, kwargs), LAZY)
     nodes = [node_of(t) for t in lazy]
     differentiable = Context.now().grad and any(n.requires_grad and not n.spent for n in nodes)
     if differentiable:
+        for node in nodes:
+            refuse_foreign(node, f"{doing} since {why.partition(chr(10))[0]}" if why else doing)
         bring_everywhere(nodes, doing)
         values = {id(t): node_of(t).value for t in lazy}
     else:
