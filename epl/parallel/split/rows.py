@@ -34,6 +34,7 @@ from epl import _torch
 from epl.graph.spec import leaves_of, swap
 from epl.parallel.split.functions import ReduceScatter
 from epl.parallel.split.ranks import SplitRanks
+from epl.parallel.split.rowviews import seen_of_all
 from epl.parallel.split.value import SplitTensor, beside_parameters, recut, shard, take, whole
 from epl.plan.split.cut import ROWS, Axis, Cut
 from epl.report.log import notice
@@ -200,9 +201,9 @@ class RowBridge:
     def enter(self, value: Any, how: Batched) -> Any:
         """An argument of a split part, as the part sees it."""
         if isinstance(value, OwnRowsOf):
-            if value.own is None:
+            if value.stays_cut:
                 return value.all_rows
-            value = value.own
+            value = value.gathered()
         if not isinstance(value, torch.Tensor) or isinstance(value, SplitTensor):
             return value
         if how.dim is not None:
@@ -312,8 +313,9 @@ _BY_ROW = _OVER_A_DIM | frozenset(
 class OwnRowsOf(SplitTensor):
     """Looks like this rank's own rows of a value that is cut in another dim and has all ranks' rows in it (logits of a split head).
 
-    `cross_entropy` and what treats each row by itself work on the blocks. Anything else first gets the own rows whole: an
-    all-to-all, with a notice. From then on they are the value: code may have changed them in place, or have a view to do so.
+    `cross_entropy`, what treats each row by itself and other shapes of the same rows (rowviews.py) work on the blocks. Anything else first
+    gets the own rows whole: an all-to-all, with a notice. From then on they are the value, and views of it are plain views of them: code
+    may have changed them in place, or have a view to do so.
     """
 
     is_common = False
@@ -322,6 +324,13 @@ class OwnRowsOf(SplitTensor):
     how: Batched
     own: torch.Tensor | None = None
     """The own rows, whole, once something has asked for them."""
+    view_of: tuple[OwnRowsOf, Callable[[torch.Tensor], Any]] | None = None
+    """Of what this is a view, and which."""
+
+    @property
+    def stays_cut(self) -> bool:
+        """Whether nobody has asked yet for own rows that this is, or is a view of."""
+        return self.own is None and (self.view_of is None or self.view_of[0].stays_cut)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -333,14 +342,16 @@ class OwnRowsOf(SplitTensor):
         rows = leaves_of((args, kwargs), OwnRowsOf)
         if (found := rows[0].bridge.glue(func, args, kwargs)) is not NotImplemented:
             return found
-        if isinstance(first, OwnRowsOf) and first.own is None:
+        if isinstance(first, OwnRowsOf) and first.stays_cut:
+            if (view := _viewed(func, name, first, args[1:], kwargs)) is not None:
+                return view
             if func is functional.cross_entropy and (found := _cross_entropy(*args, **kwargs)) is not None:
                 return found
             if name in _BY_ROW and not any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
                 dim = _dim_of(name, args, kwargs)
                 if name not in _OVER_A_DIM or (dim is not None and dim % first.ndim != first.how.dim):
                     return _leave_all(func(first.all_rows, *args[1:], **kwargs), first)
-        if any(value.own is None for value in rows):
+        if any(value.stays_cut for value in rows):
             notice(
                 f"split: {name} is called on a value that is cut over ranks and has the rows of all of them: every rank gets its own "
                 "rows whole for that"
@@ -351,6 +362,10 @@ class OwnRowsOf(SplitTensor):
 
     def gathered(self, why: str = "") -> torch.Tensor:
         """The own rows, whole, by an all-to-all: no rank ever has all rows of all classes."""
+        if self.own is None and self.view_of is not None:
+            base, look = self.view_of
+            with torch.enable_grad():
+                self.__dict__["own"] = look(base.gathered(why))
         if self.own is None:
             assert self.how.dim is not None
             # With their graph, also where only a number is looked at: a loss may follow that needs it.
@@ -360,7 +375,7 @@ class OwnRowsOf(SplitTensor):
         return cast("torch.Tensor", self.own)
 
     def seen(self) -> torch.Tensor:
-        return super().seen() if self.own is None else self.own
+        return super().seen() if self.stays_cut else self.gathered()
 
 
 def lost_change(name: str, shape: tuple[int, ...]) -> str:
@@ -380,6 +395,18 @@ def own_rows_of(value: SplitTensor, bridge: RowBridge, how: Batched) -> OwnRowsO
     shape[how.dim] = bridge.share.shown(how, bridge.ranks.rank)
     made.__dict__.update(all_rows=value, bridge=bridge, how=how, global_shape=torch.Size(shape))
     return made
+
+
+def _viewed(func: Any, name: str, value: OwnRowsOf, args: Any, kwargs: Any) -> OwnRowsOf | None:
+    """The same rows in another shape, if they are the first dim and stay it."""
+    if value.how.dim != 0:
+        return None
+    found = seen_of_all(func, name, value.all_rows, value.shape, value.how.inners, args, kwargs)
+    if found is None or found[0].place == 0:
+        return None
+    view = own_rows_of(found[0], value.bridge, value.how._replace(inners=found[1]))
+    view.__dict__["view_of"] = value, lambda own: func(own, *args, **kwargs)
+    return view
 
 
 def _leave_all(found: Any, value: OwnRowsOf) -> Any:
