@@ -242,7 +242,7 @@ def on_one_device(case: ExpertCase) -> Run:
     optimizer = _optimizer(case, model)
     chunks = case.replicas * case.micro_batches
     data = _data(case)
-    if case.mode == "rows":
+    if case.mode == "rows" and case.micro_batches > 1:
         data = TensorDataset(*(_by_micro_batch(case, tensor) for tensor in data.tensors))
     loader = DataLoader(data, batch_size=case.rows * chunks)
     return Run(_train(case, model, optimizer, loader, lambda loss: loss, chunks), model.state_dict())

@@ -24,6 +24,8 @@ TABLE = [
     ExpertCase("dispatched", mode="rows"),
     ExpertCase("listed", mode="rows", ranks=4, optimizer="sgd"),
     ExpertCase("listed", micro_batches=2),
+    # A rank without rows of its own is kept in step by another's: that counted in capacity and balance.
+    ExpertCase(options={"capacity_factor": 0.7}, mode="rows", rows=1),
     # It was tried on numbers that sent each row to one expert twice, and failed: counts by row and expert were too few.
     ExpertCase("sorted", mode="rows"),
     ExpertCase(options={"capacity_factor": 0.8}, mode="stages", ranks=4, micro_batches=2),
