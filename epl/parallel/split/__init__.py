@@ -9,7 +9,8 @@ rules/        one small rule per kind of torch function: which local call to mak
 choose/       runs a part on fake tensors and decides which parameter is cut where
 user_rules.py rules that users give for classes and functions of theirs
 part.py       a module cut in place; its parameters stay the same objects
-boundary.py, rows.py, rowviews.py   how values enter it and leave it; where ranks have rows of their own
+boundary.py, rows.py   how values enter it and leave it; where ranks have rows of their own
+ownrowsof.py, rowviews.py   what leaves it cut there: logits, in the shapes that a loss wants them
 cutparameter.py, expressions.py   a parameter's block outside of split parts; what a loss computes from it
 filling.py    random numbers for it: its block of what one device draws
 escape.py     what bypasses torch functions, and the way round

@@ -17,8 +17,9 @@ from epl import _torch
 from epl.errors import SplitError
 from epl.graph.spec import leaves_of, swap
 from epl.parallel.split.cutparameter import CutParameter
+from epl.parallel.split.ownrowsof import lost_change
 from epl.parallel.split.ranks import SplitRanks
-from epl.parallel.split.rows import lost_change, share_loss
+from epl.parallel.split.rows import share_loss
 from epl.parallel.split.value import SplitTensor, beside_parameters, changes, shard, whole
 from epl.plan.split.layout import ParameterLayout, layout_of
 from epl.report.log import notice

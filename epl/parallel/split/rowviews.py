@@ -1,4 +1,4 @@
-"""Rows seen in another shape, where a value has the rows of all ranks and looks like one's own (rows.py): dim 0 has the rows.
+"""Rows seen in another shape, where a value has the rows of all ranks and looks like one's own (ownrowsof.py): dim 0 has the rows.
 
     own rows [n, t, classes] as [n·t, classes]       of all: [N, t, classes] as [N·t, classes], t elements for each row
     [:, :-1], transpose(1, 2), …                     the same of all, as long as the rows stay where they are

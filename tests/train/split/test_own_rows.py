@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import epl
-from epl.parallel.split.rows import OwnRowsOf
+from epl.parallel.split.ownrowsof import OwnRowsOf
 from epl.parallel.split.value import SplitTensor
 from tests.harness import rank_errors, run_ranks
 from tests.parity.compare import Run, assert_same
