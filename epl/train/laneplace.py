@@ -33,9 +33,11 @@ class LanePlace:
         num_chunks: int = 1,
         home: bool = False,
         copied: frozenset[int] = frozenset(),
+        names: Sequence[str] = (),
     ) -> None:
         """`devices`: for each logical device its ranks in every replica (`PlacedTaskGraph.devices` of the first round); those `copied`
-        divide parameters, not rows."""
+        divide parameters, not rows. `names`: the TaskGraph of each stage, for messages."""
+        self._names = names
         self._devices, self._job = devices, job
         self.num_devices, self.num_chunks, self.num_replicas = len(devices), num_chunks, len(devices[0])
         where = ((d, r) for d, replicas in enumerate(devices) for r, ranks in enumerate(replicas) if job.rank in ranks)
@@ -133,8 +135,10 @@ class LanePlace:
 
     def guard(self, what: str) -> AbstractContextManager[None]:
         """Inside, c10d's errors become epl's, with this rank's stages named."""
-        stages = ", ".join(map(str, self.lanes.stages))
-        return speaking(self._job, f"{what} (stage {stages} of {len(self.lanes.ranks)} is here)")
+        count = self.num_devices * self.num_chunks  # without home
+        here = [stage for stage in self.lanes.stages if stage < count]
+        titles = [f"{stage} ({self._names[stage]})" if self._names else str(stage) for stage in here]
+        return speaking(self._job, f"{what} (stage {', '.join(titles)} of {count} is here)")
 
     def _make(self, ranks: Sequence[Ranks]) -> dist.ProcessGroup:
         with speaking(self._job, "making process groups"):

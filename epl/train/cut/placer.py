@@ -100,7 +100,14 @@ class Staged:
         devices = [t.devices for t in plan.taskgraphs[: len(plan.taskgraphs) // chunks]]
         wide_end = plan.taskgraphs[-1].width > 1
         copied = split_devices(plan)
-        self._lanes = lanes = LanePlace(devices, self._job, num_chunks=chunks, home=wide_end, copied=copied)
+        self._lanes = lanes = LanePlace(
+            devices,
+            self._job,
+            num_chunks=chunks,
+            home=wide_end,
+            copied=copied,
+            names=[t.name for t in plan.taskgraphs],
+        )
         if copied:
             self._split = StageSplit(self._env, self._model, self._replicas, self._source, recorded)
             plan = self._replicas.plan = self._env.plan = plan.with_splits(self._split.splits)
