@@ -453,3 +453,38 @@ def _without_parameters() -> None:
 def test_a_module_without_parameters_is_finished_at_once():
     # Split parameters that all stay whole leave their own reducer without any; it had never laid out buckets, and raised.
     run_ranks(_without_parameters, 1)
+
+
+class Router(nn.Module):
+    """Casts its own weights when it runs, as Switch Transformers' router does under another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gate.to(torch.float32)
+        return self.gate(self.body(x).float())
+
+
+def _cast_in_forward() -> list[torch.Tensor]:
+    epl.init()
+    torch.manual_seed(0)
+    net = Router().double()
+    GradientReducer(net)
+    for step in range(2):
+        net.zero_grad()
+        net(_rows(dist.get_rank(), step)[:, :3]).sum().backward()
+    return [p.grad for p in net.parameters()]  # type: ignore[misc]
+
+
+def test_parameters_that_the_forward_casts() -> None:
+    # The bucket was laid out for the dtype before: "attempting to assign a gradient with dtype 'double'".
+    torch.manual_seed(0)
+    net = Router().double()
+    rows = torch.cat([_rows(rank, 1)[:, :3] for rank in range(2)])
+    (net(rows).sum() / 2).backward()
+    for found in run_ranks(_cast_in_forward, 2):
+        for gradient, p in zip(found, net.parameters(), strict=True):
+            assert gradient.dtype == p.dtype
+            torch.testing.assert_close(gradient, p.grad)
