@@ -15,6 +15,7 @@ from torch import nn
 
 from epl.errors import SplitError
 from epl.parallel.split.choose import choose, search
+from epl.parallel.split.choose.units import find_units
 from epl.plan.split.decisions import Choice
 from epl.plan.split.splitplan import SplitPlan
 from epl.report import log
@@ -555,3 +556,24 @@ def test_what_stays_whole_is_named(caplog: pytest.LogCaptureFixture, monkeypatch
     (text,) = [r.message for r in caplog.records]
     assert "lstm (LSTM: lstm needs it" in text
     assert "epl.split_rule" in text
+
+
+class OneLayer(nn.Module):
+    """As large models are written, with a single layer: a smoke test, a small decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)])
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers[0](self.words(ids)))
+
+
+def test_an_only_layer_is_planned_by_itself() -> None:
+    # Searched together with all around it, T5 with one layer each took four times as long as with four.
+    model = OneLayer()
+    assert [unit.path for unit in find_units(model)] == ["layers.0"]
+    plan = choose(model, 2, (torch.zeros(2, 3, dtype=torch.long),))
+    assert plan.choices["layers.0.linear1.weight"] == Choice(0, "layers.0.linear1.weight")

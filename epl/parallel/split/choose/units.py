@@ -41,7 +41,8 @@ class Call(NamedTuple):
 
 
 def find_units(root: nn.Module) -> list[Unit]:
-    """The outermost modules that stand in a list (or in lists of it) beside others of their class, have parts and share no weight with others."""
+    """The outermost modules that stand in a list (or in lists of it) beside others of their class, or alone, have parts and share no weight
+    with others."""
     found: list[Unit] = []
     _look("", root, found)
     kinds = [unit.kind for unit in found]
@@ -62,7 +63,8 @@ def _look(path: str, module: nn.Module, found: list[Unit]) -> None:
     entries = list(_entries(path, module))
     classes = [type(child) for _, child in entries] if isinstance(module, _LISTS) else []
     for inner, child in entries:
-        kind = fingerprint(child) if classes.count(type(child)) > 1 and _is_block(child) else None
+        is_repeated = classes.count(type(child)) > 1 or _is_only_layer(module)
+        kind = fingerprint(child) if is_repeated and _is_block(child) else None
         if kind is not None:
             found.append(Unit(inner, child, kind))
         else:
@@ -77,6 +79,11 @@ def _entries(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from _entries(inner, child)
         else:
             yield inner, child
+
+
+def _is_only_layer(module: nn.Module) -> bool:
+    """Whether it is a list for layers that has one: a small model is planned like a large one."""
+    return isinstance(module, nn.ModuleList) and len(module) == 1
 
 
 def _is_block(module: nn.Module) -> bool:
