@@ -6,6 +6,7 @@ Nothing else in epl may import an underscored torch name.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -389,6 +390,15 @@ def replace_checkpoints(make: Callable[[Callable[..., Any]], Callable[..., Any]]
 def function_spaces() -> list[Any]:
     """Where torch keeps functions that `torch.nn.functional` hands out under its own names (`gelu`, `softplus`, …)."""
     return [torch._C._nn]
+
+
+def files_of_dynamo() -> tuple[str, str]:
+    """With what the files begin whose frames stand between a function that dynamo leaves alone (`without_dynamo`) and its caller.
+
+    Only the call stack tells who the caller is, and those frames are not the caller's.
+    """
+    folder = os.path.dirname(torch.__file__)
+    return os.path.join(folder, "_dynamo") + os.sep, os.path.join(folder, "_compile.py")
 
 
 def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -570,3 +570,14 @@ def test_gradient_hooks_are_replaced_where_they_are() -> None:
     assert parameter.grad.tolist() == [4.0, 4.0]
     handle.remove()
     assert _torch.count_hooks(parameter) == 0
+
+
+def test_frames_between_a_function_that_dynamo_leaves_alone_and_its_caller():
+    @_torch.without_dynamo
+    def between() -> list[str]:
+        return [frame.filename for frame in inspect.stack()[1:]]
+
+    found = between()
+    caller = next(n for n, name in enumerate(found) if name == __file__)
+    assert all(name.startswith(_torch.files_of_dynamo()) for name in found[:caller])
+    assert caller > 0

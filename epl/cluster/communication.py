@@ -95,9 +95,7 @@ class Job:
             self._start(surroundings)
         else:
             self._adopt(surroundings)
-        self.standstill = Standstill(
-            self.store, self.rank, self.world_size
-        )  # all ranks have one when the next line ends
+        self.standstill = Standstill(self.store, self.rank, self.world_size)  # on all ranks when the next line ends
         self.control = dist.new_group(backend="gloo", timeout=self.timeout)
         self._everyone = Circle(self.control, range(self.world_size))
 

@@ -10,6 +10,7 @@ store for what, and reads what the others have written. A rank is stuck if someb
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import time
@@ -50,7 +51,8 @@ class Standstill:
         self._store, self._rank = store, rank
         self._patience = _PATIENCE * (1 + world_size // _MANY)
         self._keys = [f"standstill/{each}" for each in range(world_size)]
-        self._write("")  # before anybody looks
+        if store is not None:
+            store.set(self._keys[rank], "")  # before anybody looks
         self._made: Counter[str] = Counter()
         self._waits = 0
 
@@ -88,12 +90,16 @@ class Standstill:
     def _stuck(self) -> dict[int, Waiting]:
         """The ranks that are stuck, if this one is."""
         assert self._store is not None
-        written = dict(enumerate(self._store.multi_get(self._keys)))
+        try:
+            written = dict(enumerate(self._store.multi_get(self._keys)))
+        except (RuntimeError, dist.DistError):  # the store is gone with its rank: the wait itself will say so
+            return {}
         found = stuck({rank: Waiting(**json.loads(text)) for rank, text in written.items() if text})
         return found if self._rank in found else {}
 
     def _write(self, text: str) -> None:
-        if self._store is not None:
+        assert self._store is not None
+        with contextlib.suppress(RuntimeError, dist.DistError):  # as above; and it must not hide what is being raised
             self._store.set(self._keys[self._rank], text)
 
 

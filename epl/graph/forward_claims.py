@@ -24,7 +24,7 @@ from epl.errors import StrategyError, list_problems
 from epl.graph.forward_scopes import Scope, look_up, scopes_in, source_of
 from epl.graph.state import Registry
 from epl.graph.tagging import module_tag, tag_module, tag_tensor, tensor_tags
-from epl.graph.taskgraph import Annotation, Tag, TaskGraph
+from epl.graph.taskgraph import Annotation, Tag
 
 _INSTEAD = (
     "Build the part under the scope, in __init__ (with epl.split(k): self.part = …), or name it before training: "
@@ -165,7 +165,7 @@ def _conflicts(claims: Sequence[tuple[Annotation, Scope, _Named]], registry: Reg
         earlier = owners.setdefault(key, annotation)
         if earlier != annotation:
             problems[f"{what} is named in {earlier.title} and in {annotation.title}"] = None
-        elif tag is not None and tag.explicit and tag.taskgraph != _taskgraph(annotation, registry):
+        elif tag is not None and tag.explicit and tag.taskgraph != registry.named(annotation):
             problems[f"{what} is named in {annotation.title} and belongs to {tag.taskgraph.title}"] = None
 
     for annotation, scope, named in claims:
@@ -177,7 +177,3 @@ def _conflicts(claims: Sequence[tuple[Annotation, Scope, _Named]], registry: Reg
                 (owner, name), f"{scope.place}: {type(owner).__name__}.{name}", tensor_tags(owner).get(name), annotation
             )
     return list(problems)
-
-
-def _taskgraph(annotation: Annotation, registry: Registry) -> TaskGraph | None:
-    return registry.named(annotation)

@@ -226,9 +226,12 @@ class GradientReducer:
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Learn of the outermost backward pass: inside reentrant checkpoints parameters only see the inner ones."""
-        if any(slot.view.dtype is not slot.parameter.dtype for slot in self._slots.values()) and not self._held:
+        if not torch.is_grad_enabled():
+            return
+        in_loop = _torch.backward_id() == -1 and not self._held
+        if in_loop and any(slot.view.dtype is not slot.parameter.dtype for slot in self._slots.values()):
             self.refresh()  # the forward has cast them (routers of experts, to float32)
-        if torch.is_grad_enabled() and self.policy.when == "backward":
+        if self.policy.when == "backward":
             for value in _torch.tree_leaves(output):
                 # Of a lazy value there is no graph yet; whoever runs it tells us (`accumulate`, `finish`).
                 if isinstance(value, torch.Tensor) and isinstance(value.grad_fn, Node):

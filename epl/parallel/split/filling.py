@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from epl import _torch
 from epl.errors import UsageError
 from epl.graph.spec import leaves_of, swap
 from epl.plan.split.layout import layout_of
@@ -25,12 +26,7 @@ _LIKE = frozenset(["rand_like", "randn_like", "randint_like"])
 _LOOKING = frozenset(["dim", "ndimension", "kaiming_uniform_"])
 """With what initialisers begin that look at the shape."""
 _INIT = torch.nn.init.__file__
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_BETWEEN = (
-    _OURS,
-    os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep,
-    os.path.join(os.path.dirname(torch.__file__), "_compile.py"),
-)
+_BETWEEN = (os.path.dirname(os.path.abspath(__file__)) + os.sep, *_torch.files_of_dynamo())
 _BY_ELEMENT = frozenset(["uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_"])
 
 

@@ -112,13 +112,8 @@ class OwnRows:
         if found is None:
             calls = row_map(recorded, self._names)
             arguments = [argument for several in calls.values() for part in several for argument in part.carries]
-            found = (
-                calls,
-                glue_calls(recorded, self._loose) if self._loose else [],
-                questions_of(recorded, arguments, tensors),
-                (),
-            )
-            found = (*found[:3], given(*found[:2]))
+            glue = glue_calls(recorded, self._loose) if self._loose else []
+            found = calls, glue, questions_of(recorded, arguments, tensors), given(calls, glue)
             self._maps[recorded] = found
             if len(self._maps) > _MAPS:
                 del self._maps[next(iter(self._maps))]
